@@ -214,7 +214,7 @@ def test_paths_that_cannot_be_used_give_one_line(tmp_path):
 def test_a_full_disk_gives_one_line(tmp_path):
     full = "/dev/full"
     try:
-        open(full, "wb").close()  # noqa: SIM115, PTH123
+        open(full, "wb").close()  # noqa: PTH123
     except OSError:
         pytest.skip("no /dev/full on this system")
     with pytest.raises(RequestError, match="free some space"):
