@@ -1,0 +1,41 @@
+"""Storage formats.
+
+One row per format; its NumPy encode and decode are the reference. A format fixes the numbers: how
+a row of values (one head of one token) becomes bytes. To add one, write two functions
+(`encode_blocks`, `decode_blocks`) and one `Format(...)` row, and add the row to `_ROWS` below.
+docs/formats.md states every layout bit by bit.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from kvproof.errors import RequestError
+from kvproof.formats.base import Counters, Format
+from kvproof.formats.row import TQ3, TQ4
+from kvproof.formats.stock import BF16, F16, FP8_E4M3, Q4_0, Q8_0
+from kvproof.formats.turbo import TBQ3_0, TBQ4_0
+
+_ROWS: dict[str, Format] = {
+    f.name: f for f in (F16, BF16, FP8_E4M3, Q8_0, Q4_0, TBQ4_0, TBQ3_0, TQ4, TQ3)
+}
+
+
+def all_formats() -> tuple[Format, ...]:
+    """Every format, from most to fewest bits as registered."""
+    return tuple(_ROWS.values())
+
+
+def get(name: str | Format) -> Format:
+    """The format called `name`; RequestError with a suggestion if there is none."""
+    if isinstance(name, Format):
+        return name
+    row = _ROWS.get(name)
+    if row is None:
+        near = difflib.get_close_matches(str(name).lower(), _ROWS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RequestError(f"unknown format {name!r}{hint} (known: {', '.join(_ROWS)})")
+    return row
+
+
+__all__ = ["Counters", "Format", "all_formats", "get"]
