@@ -154,8 +154,8 @@ def check_shapes(q: NDArray[Any], blocks: NDArray[Any], head_dim: int) -> None:
     kv_heads, ...]`."""
     if q.ndim != 3 or blocks.ndim != 3:
         raise RequestError(
-            "attention: q must be [n_q, num_heads, head_dim] and blocks [n_kv, num_kv_heads, bytes], "
-            f"got {q.shape} and {blocks.shape}"
+            "attention: q must be [n_q, num_heads, head_dim] and blocks [n_kv, num_kv_heads, "
+            f"bytes], got {q.shape} and {blocks.shape}"
         )
     if q.shape[2] != head_dim:
         raise RequestError(f"attention: q has head_dim {q.shape[2]}, the keys {head_dim}")

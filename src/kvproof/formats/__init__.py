@@ -9,6 +9,8 @@ docs/formats.md states every layout bit by bit.
 from __future__ import annotations
 
 import difflib
+import sys
+from types import ModuleType
 
 from kvproof.errors import RequestError
 from kvproof.formats.base import Counters, Format
@@ -32,10 +34,21 @@ def get(name: str | Format) -> Format:
         return name
     row = _ROWS.get(name)
     if row is None:
-        near = difflib.get_close_matches(str(name).lower(), _ROWS, n=1)
+        asked = str(name).lower()
+        near = [n for n in _ROWS if asked and n.startswith(asked)]
+        near = near or difflib.get_close_matches(asked, _ROWS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise RequestError(f"unknown format {name!r}{hint} (known: {', '.join(_ROWS)})")
     return row
 
+
+class _CallableModule(ModuleType):
+    """Lets `kvproof.formats()` list the formats (see kvproof/__init__.py)."""
+
+    def __call__(self) -> tuple[Format, ...]:
+        return all_formats()
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 __all__ = ["Counters", "Format", "all_formats", "get"]

@@ -47,11 +47,13 @@ class Format:
     sides: frozenset[str]
     encode_blocks: Callable[[Floats], tuple[Bytes, Counters]] = field(repr=False)
     decode_blocks: Callable[[Bytes], NDArray[np.float64]] = field(repr=False)
-    spin: Rotation | None = None
+    spin: Rotation | None = field(default=None, repr=False)
     ggml_type: int | None = None
     scaled: bool = False  # a float32 scale per KV head is held beside the cache
     bits_per_code: int | None = None  # whole-row formats: code bits, the fp16 unit not counted
-    codebook: tuple[float, ...] | None = None  # ascending values of the codes, where there is one
+    codebook: tuple[float, ...] | None = field(
+        default=None, repr=False
+    )  # ascending values of the codes, where there is one
     source: str = ""
 
     @property
@@ -157,7 +159,8 @@ class Format:
             return np.empty((*raw.shape[:-1], n))
         block = self.block_size or n
         flat = np.ascontiguousarray(raw).reshape(-1, self.row_bytes(n) * block // n)
-        out = self.decode_blocks(flat)
+        with np.errstate(invalid="ignore"):  # 0 * inf; the row is refused just below
+            out = self.decode_blocks(flat)
         bad = ~np.isfinite(out).all(axis=-1)
         if bad.any():
             row = int(np.argmax(bad)) * block // n
