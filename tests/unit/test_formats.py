@@ -1,5 +1,6 @@
 """The NumPy reference: public vectors, ggml's bytes, the distortion table, edge rules."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +175,7 @@ def test_fp8_enumerates_every_code_and_rounds_to_even() -> None:
     values = f.decode(codes[:, None])
     np.testing.assert_array_equal(f.encode(values)[:, 0], codes)
     ladder = np.unique(np.abs(values))
-    for low, high in zip(ladder[:-1], ladder[1:], strict=True):
+    for low, high in itertools.pairwise(ladder):
         middle = np.float32((float(low) + float(high)) / 2)
         even = low if int(f.encode(np.array([low]))[0]) % 2 == 0 else high
         assert f.decode(f.encode(np.array([middle])))[0] == even
