@@ -128,10 +128,7 @@ class Format:
             raise RequestError(f"{self.name}: row {int(np.argmin(finite))}: non-finite input")
         rows = self._scaled_rows(rows, scale, values.shape[:-1], divide=True)
         if self.spin:
-            # A row this large saturates its scale whatever happens; an exact power of two keeps the
-            # butterflies finite and does not change the codes.
-            huge = np.abs(rows).max(axis=-1, keepdims=True, initial=0) > np.float32(2.0**100)
-            rows = self.spin.forward(np.where(huge, rows * np.float32(2.0**-64), rows))
+            rows = self.spin.forward(_tamed(rows))
         if not len(rows):
             return np.empty((*values.shape[:-1], row_bytes), np.uint8), Counters()
         block = self.block_size or n
@@ -196,6 +193,17 @@ class Format:
         if divide:
             return (rows / column).astype(np.float32)
         return rows * column.astype(rows.dtype)
+
+
+def _tamed(rows: Floats) -> Floats:
+    """Rows beyond 2^40 brought to 2^35..2^36 by a power of two: no sum of squares overflows.
+
+    Their scale saturates all the same and codes do not depend on it, so the result is the same.
+    """
+    top = np.abs(rows).max(axis=-1, keepdims=True, initial=0)
+    exponent = np.frexp(top)[1]
+    down = np.ldexp(np.float32(1), np.minimum(36 - exponent, 0)).astype(np.float32)
+    return np.where(top > np.float32(2.0**40), rows * down, rows)
 
 
 def as_float32(x: ArrayLike, what: str) -> Floats:
