@@ -283,20 +283,7 @@ class GGUF:
         self.tensors = self._placed(self.tensors)
 
     def _not_gguf(self, start: bytes) -> NoReturn:
-        head = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-        if head.startswith((b"<!doctype html", b"<html", b"<head", b"<?xml")):
-            found = "an HTML page (a download that needed a login or a wrong address?)"
-        elif head.startswith(b"version https://git-lfs"):
-            found = "a Git LFS pointer (run git lfs pull to get the real file)"
-        elif start[:4] == b"FUGG":
-            found = "a big-endian file (convert it with gguf-convert-endian)"
-        elif start[:2] == b"PK":
-            found = "a zip archive (a PyTorch checkpoint?)"
-        elif start[8:9] == b"{":
-            found = "a safetensors file (give its folder, with config.json)"
-        else:
-            found = repr(start[:4])
-        self._fail("magic", "b'GGUF'", found)
+        self._fail("magic", "b'GGUF'", foreign_file(start) or repr(start[:4]))
 
     def _read_key(self, index: int) -> None:
         key = self._string(f"name of key {index}", 65535)
@@ -433,6 +420,22 @@ class GGUF:
             if self._size > _pad(end, self.alignment):
                 self._fail("end of file", f"{_pad(end, self.alignment)} bytes", self._size)
         return placed
+
+
+def foreign_file(start: bytes) -> str | None:
+    """What a file that is no model really is, from its first bytes; None if they do not tell."""
+    head = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if head.startswith((b"<!doctype html", b"<html", b"<head", b"<?xml")):
+        return "an HTML page (a download that needed a login, or a wrong address?)"
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer (run git lfs pull to get the real file)"
+    if start[:4] == b"FUGG":
+        return "a big-endian file (convert it with gguf-convert-endian)"
+    if start[:2] == b"PK":
+        return "a zip archive (a PyTorch checkpoint?)"
+    if start[8:10] == b'{"':
+        return "a safetensors file (give its folder, with config.json)"
+    return None
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -491,8 +491,7 @@ def _fetch_repository(repo: str, gguf: str | None, progress: Report | None) -> F
         info = HfApi(endpoint=endpoint).model_info(repo, files_metadata=True)
         sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
         names = _wanted(repo, gguf, list(sizes))
-        card = info.card_data.to_dict() if info.card_data else {}
-        license_name = str(card.get("license") or "see the model card")
+        license_name = str(getattr(info.card_data, "license", None) or "see the model card")
         report(Progress("licence", f"{repo}: license {license_name}"))
         total = sum(sizes[n] for n in names)
         _check_hub_space(repo, total)
