@@ -1,0 +1,155 @@
+// Python module `_weights`: GGUF tensors to torch tensors, and the engine's matrix products.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "weights/ops.h"
+#include "weights/pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvproof::weights {
+namespace {
+
+std::vector<const Ops*> available() {
+  std::vector<const Ops*> list{&ops_scalar};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    list.push_back(&ops_avx2);
+    // The whole file is compiled for these, so all of them must be there.
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi")) {
+      list.push_back(&ops_avx512);
+    }
+  }
+#endif
+  return list;
+}
+
+const Ops& find(const std::string& name) {
+  std::string names;
+  for (const Ops* ops : available()) {
+    if (name == ops->name) return *ops;
+    names += names.empty() ? ops->name : std::string(", ") + ops->name;
+  }
+  throw std::invalid_argument("KVPROOF_CPU_ISA: " + name + " cannot run here; choose one of " + names);
+}
+
+const Ops& ops(const std::string& isa) {
+  if (!isa.empty()) return find(isa);
+  static const Ops& chosen = [&]() -> const Ops& {
+    const char* forced = std::getenv("KVPROOF_CPU_ISA");
+    return forced && *forced ? find(forced) : *available().back();
+  }();
+  return chosen;
+}
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+using Halves = nb::ndarray<int16_t, nb::c_contig, nb::device::cpu>;
+
+constexpr size_t kChunk = 4096;  // values of one step: 16 KiB of float32, in L1
+
+template <class Store>
+void dequantize_tensor(int type_id, const Bytes& src, size_t values, int threads,
+                       const std::string& isa, Store store) {
+  const Type type = Type(type_id);
+  const BlockShape shape = block_shape(type);
+  if (shape.values == 0) {
+    throw std::invalid_argument("tensor type " + std::to_string(type_id) + " is not supported");
+  }
+  if (values % shape.values || src.shape(0) != values / shape.values * shape.bytes) {
+    throw std::invalid_argument("tensor data: " + std::to_string(src.shape(0)) +
+                                " bytes do not hold " + std::to_string(values) + " values of type " +
+                                std::to_string(type_id));
+  }
+  const Ops& o = ops(isa);
+  const uint8_t* bytes = src.data();
+  nb::gil_scoped_release release;
+  const size_t per_task = 16 * kChunk, tasks = (values + per_task - 1) / per_task;
+  pool(threads).run(tasks, [&](size_t task) {
+    float buffer[kChunk];
+    const size_t last = std::min(values, (task + 1) * per_task);
+    for (size_t at = task * per_task; at < last; at += kChunk) {
+      const size_t n = std::min(kChunk, last - at);
+      o.dequantize(type, bytes + at / shape.values * shape.bytes, n / shape.values, buffer);
+      store(o, at, buffer, n);
+    }
+  });
+}
+
+void dequantize_f32(int type, Bytes src, Floats out, int threads, const std::string& isa) {
+  float* y = out.data();
+  dequantize_tensor(type, src, out.size(), threads, isa,
+                    [y](const Ops&, size_t at, const float* x, size_t n) {
+                      std::memcpy(y + at, x, n * sizeof(float));
+                    });
+}
+
+void dequantize_bf16(int type, Bytes src, Halves out, int threads, const std::string& isa) {
+  uint16_t* y = reinterpret_cast<uint16_t*>(out.data());
+  dequantize_tensor(type, src, out.size(), threads, isa,
+                    [y](const Ops& o, size_t at, const float* x, size_t n) {
+                      o.to_bf16(x, n, y + at);
+                    });
+}
+
+// Addresses instead of arrays: a decode step makes over a hundred of these calls, and an array
+// argument costs microseconds through DLPack. weights.py checks shapes, types and layout.
+void linear(uintptr_t x_at, uintptr_t w_at, uintptr_t out_at, size_t m, size_t n, size_t k,
+            int threads, const std::string& isa) {
+  const Ops& o = ops(isa);
+  const float* x = reinterpret_cast<const float*>(x_at);
+  const uint16_t* w = reinterpret_cast<const uint16_t*>(w_at);
+  float* out = reinterpret_cast<float*>(out_at);
+  nb::gil_scoped_release release;
+  thread_local std::vector<float> packed;
+  if (m <= size_t(kMaxVecRows)) {
+    if (packed.size() < m * k) packed.resize(m * k);
+    for (size_t r = 0; r < m; ++r) o.pack_vec(x + r * k, k, packed.data() + r * k);
+    const float* p = packed.data();
+    // A task reads at least 64 KiB: a hand-over between threads costs about a microsecond.
+    const size_t rows = std::max<size_t>(8, (64 * 1024 / (2 * k) + 3) / 4 * 4);
+    const size_t tasks = (n + rows - 1) / rows;
+    pool(threads).run(tasks, [&, p](size_t task) {
+      o.matvec(p, int(m), k, w, task * rows, std::min(n, (task + 1) * rows), out, n);
+    });
+    return;
+  }
+  const size_t padded = (m + o.mr - 1) / o.mr * o.mr;
+  if (packed.size() < padded * k) packed.resize(padded * k);
+  o.pack_rows(x, m, k, packed.data());
+  const float* p = packed.data();
+  const size_t tasks = (n + kRowBlock - 1) / kRowBlock;
+  pool(threads).run(tasks, [&, p](size_t task) {
+    thread_local std::vector<float> scratch(kRowBlock * kDepthBlock);
+    o.gemm(p, m, k, w, task * kRowBlock, std::min(n, (task + 1) * kRowBlock), out, n,
+           scratch.data());
+  });
+}
+
+}  // namespace
+}  // namespace kvproof::weights
+
+NB_MODULE(_weights, m) {
+  using namespace kvproof::weights;
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (const Ops* ops : available()) names.emplace_back(ops->name);
+    return names;
+  });
+  m.def("isa", [] { return std::string(ops("").name); });
+  m.def("dequantize_f32", &dequantize_f32, "type"_a, "src"_a, "out"_a, "threads"_a, "isa"_a = "");
+  m.def("dequantize_bf16", &dequantize_bf16, "type"_a, "src"_a, "out"_a, "threads"_a,
+        "isa"_a = "");
+  m.def("linear", &linear, "x"_a, "w"_a, "out"_a, "m"_a, "n"_a, "k"_a, "threads"_a, "isa"_a = "");
+}
