@@ -6,6 +6,9 @@ another is refused by name; a default is used only where the file format or the 
 states one, and is recorded in `Geometry.source`.
 """
 
+# A table of words as one string: a list literal would take a line for each word.
+# ruff: noqa: SIM905
+
 from __future__ import annotations
 
 import json
@@ -34,6 +37,15 @@ MAX_TOKENS = 2**31 - 1
 MAX_CONFIG_BYTES = 1 << 24
 
 _NAME = re.compile(r"[\w.-]{1,64}")
+
+
+def _check_tokens(name: str, number: int) -> None:
+    if not 1 <= number <= MAX_TOKENS:
+        raise RequestError(f"{name}: expected 1 to {MAX_TOKENS}, found {number}")
+
+
+def _pad(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,34 @@ class Source:
     fields: Mapping[str, Any]
     defaults: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a runtime lays a cache out; the defaults are llama.cpp's.
+
+    `ubatch`: tokens of a micro-batch; `sequences` share the context, in one stream if `unified`;
+    `swa_full`: sliding layers at full size; `padding=False`: the rows that kvproof's own cache
+    keeps, min(context, window), and nothing else.
+    """
+
+    ubatch: int = 512
+    sequences: int = 1
+    unified: bool = True
+    swa_full: bool = False
+    flash_attention: bool = True
+    padding: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("ubatch", "sequences"):
+            _check_tokens(name, getattr(self, name))
+        if not self.padding and (self.sequences != 1 or not self.flash_attention):
+            raise RequestError(
+                "padding=False sizes kvproof's own cache: one sequence, with flash attention"
+            )
+
+
+LLAMA_CPP = Layout()
 
 
 @dataclass(frozen=True)
@@ -108,57 +148,27 @@ class Geometry:
     attention_scale: float | None
     source: Source
 
-    def cells(
-        self,
-        layer: LayerGeometry,
-        context: int,
-        *,
-        ubatch: int = 512,
-        sequences: int = 1,
-        unified: bool = True,
-        swa_full: bool = False,
-        padding: bool = True,
-    ) -> Cells:
-        """Token slots of `layer` for `context` tokens over all `sequences`.
-
-        With `padding`, what llama.cpp allocates: micro-batch slack on sliding layers, steps of 256.
-        Without, what kvproof's own cache keeps between steps: min(context, window) rows.
-        """
-        for name, number in (("context", context), ("ubatch", ubatch), ("sequences", sequences)):
-            if not 1 <= number <= MAX_TOKENS:
-                raise RequestError(f"{name}: expected 1 to {MAX_TOKENS}, found {number}")
-        windowed = layer.window is not None and not swa_full
-        if not padding:
-            if sequences != 1:
-                raise RequestError("padding=False describes one sequence; leave sequences at 1")
-            kept = min(context, layer.window) if windowed and layer.window else context
-            return Cells(kept, 0, 0, 1)
-        streams = 1 if unified else sequences
-        per_stream = max(context // streams, 1)
+    def cells(self, layer: LayerGeometry, context: int, layout: Layout = LLAMA_CPP) -> Cells:
+        """Token slots of `layer` for `context` tokens in all sequences together."""
+        _check_tokens("context", context)
+        window = None if layout.swa_full else layer.window
+        if not layout.padding:
+            return Cells(context if window is None else min(context, window), 0, 0, 1)
         # llama.cpp pads the whole context first, then each stream's share of it.
-        allocated = _pad(context, CELL_STEP)
-        if not unified:
-            allocated = _pad(allocated // sequences, CELL_STEP)
-        if not windowed or layer.window is None:
-            return Cells(per_stream, 0, allocated - per_stream, streams)
-        reach = layer.window * (sequences if unified else 1)
-        total = _pad(min(allocated, reach + ubatch), CELL_STEP)
-        kept = min(per_stream, reach)
-        used = min(per_stream, reach + ubatch)
+        streams, allocated = 1, _pad(context, CELL_STEP)
+        if not layout.unified:
+            streams = layout.sequences
+            allocated = _pad(allocated // streams, CELL_STEP)
+        tokens = min(max(context // streams, 1), allocated)
+        if window is None:
+            return Cells(tokens, 0, allocated - tokens, streams)
+        reach = window * (layout.sequences if layout.unified else 1)
+        kept, used = min(tokens, reach), min(tokens, reach + layout.ubatch)
+        total = _pad(min(allocated, reach + layout.ubatch), CELL_STEP)
         return Cells(kept, used - kept, total - used, streams)
 
     def layer_bytes(
-        self,
-        context: int,
-        key: str | Format,
-        value: str | Format,
-        *,
-        ubatch: int = 512,
-        sequences: int = 1,
-        unified: bool = True,
-        swa_full: bool = False,
-        flash_attention: bool = True,
-        padding: bool = True,
+        self, context: int, key: str | Format, value: str | Format, layout: Layout = LLAMA_CPP
     ) -> tuple[int, ...]:
         """Bytes of each layer's cache (0 where it reads another's); see `kv_bytes`."""
         k, v = get_format(key), get_format(value)
@@ -166,7 +176,7 @@ class Geometry:
         if reason:
             raise RequestError(reason)
         widest = None
-        if not flash_attention:
+        if not layout.flash_attention:
             if v.name not in ("f16", "bf16"):
                 raise RequestError(
                     f"value format {v.name}: V cache quantization requires flash attention "
@@ -179,18 +189,9 @@ class Geometry:
             if layer.shares_kv_with is not None:
                 sizes.append(0)
                 continue
-            cells = self.cells(
-                layer,
-                context,
-                ubatch=ubatch,
-                sequences=sequences,
-                unified=unified,
-                swa_full=swa_full,
-                padding=padding,
-            )
             v_bytes = widest or layer.num_kv_heads * v.row_bytes(layer.head_dim_v)
             k_bytes = layer.num_kv_heads * k.row_bytes(layer.head_dim_k)
-            sizes.append(cells.total * (k_bytes + v_bytes))
+            sizes.append(self.cells(layer, context, layout).total * (k_bytes + v_bytes))
         return tuple(sizes)
 
     def kv_bytes(
@@ -208,23 +209,13 @@ class Geometry:
     ) -> int:
         """Bytes of the whole cache for `context` tokens in all sequences together.
 
-        `padding=True` gives llama.cpp's allocation, `padding=False` the rows that kvproof's own
-        cache keeps. fp8 scale tables (4 bytes per layer, side and KV head) are not included.
-        Raises RequestError where a format does not take a layer's width.
+        The options are those of `Layout`: `padding=True` gives llama.cpp's allocation,
+        `padding=False` the rows that kvproof's own cache keeps. fp8 scale tables (4 bytes per
+        layer, side and KV head) are not included. Raises RequestError where a format does not take
+        a layer's width.
         """
-        return sum(
-            self.layer_bytes(
-                context,
-                key,
-                value,
-                ubatch=ubatch,
-                sequences=sequences,
-                unified=unified,
-                swa_full=swa_full,
-                flash_attention=flash_attention,
-                padding=padding,
-            )
-        )
+        layout = Layout(ubatch, sequences, unified, swa_full, flash_attention, padding)
+        return sum(self.layer_bytes(context, key, value, layout))
 
     def refuses(self, key: str | Format, value: str | Format) -> str | None:
         """Why these formats cannot hold this model's cache, naming the layer; None if they can."""
@@ -237,44 +228,48 @@ class Geometry:
         return None
 
     def savings(
-        self, context: int, key: str | Format, value: str | Format, **options: Any
+        self, context: int, key: str | Format, value: str | Format, layout: Layout = LLAMA_CPP
     ) -> dict[str, int]:
-        """Bytes that windows, shared caches, and both save against a plain cache of this model.
+        """Bytes that windows, shared caches, and both save against a plain cache of this model."""
 
-        `options` are those of `kv_bytes`.
-        """
-        actual = self.kv_bytes(context, key, value, **options)
-        no_windows = replace(self, layers=tuple(replace(g, window=None) for g in self.layers))
-        no_sharing = replace(
-            self, layers=tuple(replace(g, shares_kv_with=None) for g in self.layers)
-        )
-        neither = replace(
-            self,
-            layers=tuple(replace(g, window=None, shares_kv_with=None) for g in self.layers),
-        )
+        def total(windows: bool, sharing: bool) -> int:
+            layers = tuple(
+                replace(
+                    g,
+                    window=g.window if windows else None,
+                    shares_kv_with=g.shares_kv_with if sharing else None,
+                )
+                for g in self.layers
+            )
+            return sum(replace(self, layers=layers).layer_bytes(context, key, value, layout))
+
+        actual = total(windows=True, sharing=True)
         return {
-            "windows": no_windows.kv_bytes(context, key, value, **options) - actual,
-            "sharing": no_sharing.kv_bytes(context, key, value, **options) - actual,
-            "both": neither.kv_bytes(context, key, value, **options) - actual,
+            "windows": total(windows=False, sharing=True) - actual,
+            "sharing": total(windows=True, sharing=False) - actual,
+            "both": total(windows=False, sharing=False) - actual,
         }
 
     def max_context(
-        self, memory: int, key: str | Format, value: str | Format, **options: Any
+        self, memory: int, key: str | Format, value: str | Format, layout: Layout = LLAMA_CPP
     ) -> Fit:
         """The longest context whose cache fits in `memory` bytes, at most the trained context.
 
-        `options` are those of `kv_bytes`. A Fit of 0 tokens: not even one token fits.
+        A Fit of 0 tokens: not even one token fits.
         """
+
+        def total(context: int) -> int:
+            return sum(self.layer_bytes(context, key, value, layout)) if context else 0
+
         limit = self.context_length or MAX_TOKENS
         low, high = 0, limit
         while low < high:  # bytes never fall as the context grows
             middle = (low + high + 1) // 2
-            if self.kv_bytes(middle, key, value, **options) <= memory:
+            if total(middle) <= memory:
                 low = middle
             else:
                 high = middle - 1
-        nbytes = self.kv_bytes(low, key, value, **options) if low else 0
-        return Fit(low, nbytes, capped=low == limit)
+        return Fit(low, total(low), capped=low == limit)
 
     def groups(self) -> list[tuple[LayerGeometry, tuple[int, ...]]]:
         """Layers of one shape together: (the first of them, all their indices)."""
@@ -331,6 +326,8 @@ def inspect_model(
     `bytes_full_window` with full-size sliding layers. `max_context` needs `memory` (bytes).
     """
     g = geometry(path)
+    layout = Layout(ubatch=ubatch)
+    full, exact = replace(layout, swa_full=True), replace(layout, padding=False)
     if context is None:
         context = min(g.context_length or 8192, 8192)
     document: dict[str, Any] = {
@@ -361,14 +358,11 @@ def inspect_model(
     for first, indices in g.groups():
         shape = {k: v for k, v in asdict(first).items() if k not in ("index", "shares_kv_with")}
         shape |= {"kind": first.kind, "owns_cache": first.shares_kv_with is None}
-        cells = g.cells(first, context, ubatch=ubatch)
-        full = g.cells(first, context, ubatch=ubatch, swa_full=True)
+        cells = g.cells(first, context, layout)
         shape["cells"] = {
-            "tokens": cells.tokens,
-            "slack": cells.slack,
-            "padding": cells.padding,
+            **{k: v for k, v in asdict(cells).items() if k != "streams"},
             "total": cells.total,
-            "full_window": full.total,
+            "full_window": g.cells(first, context, full).total,
         }
         document["groups"].append({"layers": list(indices), **shape})
     if memory is not None:
@@ -384,23 +378,17 @@ def inspect_model(
             if memory is not None:
                 document["max_context"][row.name] = None
             continue
-        per_layer = g.layer_bytes(context, row, row, ubatch=ubatch)
+        per_layer = g.layer_bytes(context, row, row, layout)
         document["bytes_per_layer"][row.name] = list(per_layer)
         document["bytes"][row.name] = sum(per_layer)
-        document["bytes_exact"][row.name] = g.kv_bytes(context, row, row, padding=False)
-        document["bytes_full_window"][row.name] = g.kv_bytes(
-            context, row, row, ubatch=ubatch, swa_full=True
-        )
-        document["savings"][row.name] = g.savings(context, row, row, ubatch=ubatch)
+        document["bytes_exact"][row.name] = sum(g.layer_bytes(context, row, row, exact))
+        document["bytes_full_window"][row.name] = sum(g.layer_bytes(context, row, row, full))
+        document["savings"][row.name] = g.savings(context, row, row, layout)
         if memory is not None:
-            fit = g.max_context(memory, row, row, ubatch=ubatch)
+            fit = g.max_context(memory, row, row, layout)
             document["max_context"][row.name] = fit.tokens
             document["max_context_capped"][row.name] = fit.capped
     return document
-
-
-def _pad(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 class _Fields:
@@ -708,50 +696,22 @@ _GEMMA_DEFAULTS: Mapping[str, Mapping[str, int]] = {
         "pattern": 6,
     },
 }
-_HEAD_DIM_FROM_HIDDEN = frozenset(
-    (
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen2_moe",
-        "phi",
-        "phi3",
-        "granite",
-        "olmo",
-        "olmo2",
-        "stablelm",
-        "starcoder2",
-        "smollm3",
-        "cohere",
-    )
-)
-_KV_HEADS_FROM_HEADS = frozenset(
-    ("llama", "phi", "phi3", "granite", "olmo", "olmo2", "olmo3", "cohere", "cohere2")
-)
+_HEAD_DIM_FROM_HIDDEN = (
+    "llama mistral mixtral qwen2 qwen2_moe phi phi3 granite olmo olmo2 stablelm starcoder2 smollm3 "
+    "cohere"
+).split()
+_KV_HEADS_FROM_HEADS = "llama phi phi3 granite olmo olmo2 olmo3 cohere cohere2".split()
 # These classes slide unless the file says otherwise, so the file has to say.
-_SLIDES_BY_DEFAULT = frozenset(
-    ("mistral", "ministral", "gemma2", "cohere2", "exaone4", "olmo3", "gpt_oss")
-)
+_SLIDES_BY_DEFAULT = "mistral ministral gemma2 cohere2 exaone4 olmo3 gpt_oss".split()
 # `sliding_window` of these counts only if `use_sliding_window` is true, which it is not by default.
-_SWITCHED_WINDOW = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"))
+_SWITCHED_WINDOW = "qwen2 qwen2_moe qwen3 qwen3_moe smollm3".split()
 
 # Fields that tell of layers without a KV cache, where there is no layer_types to name them.
 _CONFIG_RECURRENT = (
-    "layers_block_type",
-    "block_types",
-    "hybrid_override_pattern",
-    "full_attention_interval",
-    "linear_num_value_heads",
-    "attn_layer_period",
-    "attn_layer_indices",
-    "mamba_d_state",
-    "mamba_d_ssm",
-    "ssm_state_size",
-    "state_size",
-    "conv_L_cache",
-    "rwkv_version",
-)
+    "layers_block_type block_types hybrid_override_pattern full_attention_interval "
+    "linear_num_value_heads attn_layer_period attn_layer_indices mamba_d_state mamba_d_ssm "
+    "ssm_state_size state_size conv_L_cache rwkv_version"
+).split()
 _ATTENTION_NAMES = ("attention", "full_attention", "sliding_attention")
 
 
@@ -886,7 +846,7 @@ def _gemma4_overrides(
         found = {}
         for key, layer in explicit.items():
             name = f"per_layer_config[{_short(key)}]"
-            if not (key.isdecimal() and int(key) < len(types)):
+            if not (key.isdecimal() and len(key) < 6 and int(key) < len(types)):
                 f.fail(name, f"expected a layer index below {len(types)}")
             if not isinstance(layer, dict):
                 f.fail(name, f"expected an object, found {_short(layer)}")
