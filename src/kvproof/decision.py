@@ -123,6 +123,14 @@ class Policy:
         """Candidates besides the f16 baseline, in the order of the policy."""
         return tuple(c for c in map(Candidate.parse, self.candidates) if c != BASELINE)
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Policy:
+        """The policy that `as_dict` gave; RequestError on a key that is none of its fields."""
+        unknown = sorted(set(values) - set(policy_fields()))
+        if unknown:
+            raise RequestError(f"policy: unknown keys {', '.join(unknown)}")
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as decision.json holds them."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

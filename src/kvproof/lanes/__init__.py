@@ -1,0 +1,1 @@
+"""One module per lane: its candidates, gate list and measurements."""
