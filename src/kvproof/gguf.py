@@ -14,6 +14,7 @@ Layout (v2, v3, little-endian):
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -362,17 +363,13 @@ class GGUF:
         shape = tuple(self._u64(f"{where}: size of axis {axis}") for axis in range(dims))
         ggml_type = self._u32(f"{where}: type")
         offset = self._u64(f"{where}: offset")
-        elements = 1
-        for size in shape:
-            elements *= size
-        nbytes = None
+        nbytes = _nbytes(shape, ggml_type)
         type_name = f"type {ggml_type}"
-        if ggml_type in TENSOR_TYPES:
-            type_name, block, block_bytes = TENSOR_TYPES[ggml_type]
+        if nbytes is not None:
+            type_name, block, _ = TENSOR_TYPES[ggml_type]
             row = shape[0] if shape else 1
             if row % block:
                 self._fail(f"{where}: rows of {type_name}", f"a multiple of {block}", row)
-            nbytes = elements // block * block_bytes
             if nbytes > self._size:
                 self._fail(
                     f"{where}: shape {list(shape)}",
@@ -420,6 +417,14 @@ class GGUF:
             if self._size > _pad(end, self.alignment):
                 self._fail("end of file", f"{_pad(end, self.alignment)} bytes", self._size)
         return placed
+
+
+def _nbytes(shape: tuple[int, ...], ggml_type: int) -> int | None:
+    """Bytes of a tensor, None for an unknown type; a Python int, so a product cannot wrap."""
+    if ggml_type not in TENSOR_TYPES:
+        return None
+    _, block, block_bytes = TENSOR_TYPES[ggml_type]
+    return math.prod(shape) // block * block_bytes
 
 
 def foreign_file(start: bytes) -> str | None:
@@ -497,6 +502,11 @@ def write_gguf(
         header += _packed_string(key) + _packed_value(value)
     offset = 0
     for name, tensor in raw.items():
+        expected = _nbytes(tensor.shape, tensor.ggml_type)
+        if expected not in (None, tensor.data.nbytes):
+            raise ValueError(
+                f"tensor {name}: expected {expected} bytes, found {tensor.data.nbytes}"
+            )
         header += _packed_string(name) + struct.pack("<I", len(tensor.shape))
         header += struct.pack(f"<{len(tensor.shape)}QIQ", *tensor.shape, tensor.ggml_type, offset)
         offset = _pad(offset + tensor.data.nbytes, alignment)
