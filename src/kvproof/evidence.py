@@ -360,8 +360,9 @@ class Store:
         """All records in order; an absent file is an empty store.
 
         `digests` maps a backend's name to its kernel digest now: records of that backend made
-        with other kernels become NOT_RUN. So do edited and cut lines, and speeds whose gate
-        records are not PASSED here.
+        with other kernels become NOT_RUN, and so do gate records held against another reference
+        (subject "reference"). So do edited and cut lines, and speeds whose gate records are not
+        PASSED here.
         """
         try:
             text = self.path.read_bytes()
@@ -418,13 +419,16 @@ def _unreadable(where: str, number: int, reason: str, document: object = None) -
 
 
 def _fresh(record: Evidence, digests: Mapping[str, str]) -> Evidence:
-    backend = str(record.subject.get("backend", ""))
-    if backend not in digests or digests[backend] == record.digest:
-        return record
-    return record.voided(
-        f"stale: made with {backend} kernels {record.digest[:16]}, now "
-        f"{digests[backend][:16]}; run it again"
-    )
+    used = {str(record.subject.get("backend", "")): record.digest}
+    if "reference" in record.subject:
+        used["reference"] = str(record.subject["reference"])
+    for name, digest in used.items():
+        if digests.get(name, digest) != digest:
+            return record.voided(
+                f"stale: made with {name} kernels {digest[:16]}, now {digests[name][:16]}; "
+                "run it again"
+            )
+    return record
 
 
 def _gated(record: Evidence, passed: set[str]) -> Evidence:
