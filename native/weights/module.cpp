@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -103,6 +105,27 @@ void dequantize_bf16(int type, Bytes src, Halves out, int threads, const std::st
                     });
 }
 
+// Whole pages of [at, at + bytes); advice only, so a refusal by the kernel changes nothing.
+void advise(uintptr_t at, size_t bytes, int advice, uintptr_t page) {
+  const uintptr_t begin = (at + page - 1) / page * page, end = (at + bytes) / page * page;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+}
+
+// Asks for 2 MiB pages: fewer page faults while loading, and 4 % less time for a product that walks
+// 335 MB (11.2 to 10.7 ms).
+void advise_huge(uintptr_t at, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  advise(at, bytes, MADV_HUGEPAGE, uintptr_t(sysconf(_SC_PAGESIZE)));
+#else
+  (void)at, (void)bytes;
+#endif
+}
+
+// Lets go of the pages of a read-only mapped file, which would count as memory of this process.
+void release_mapped(Bytes view) {
+  advise(uintptr_t(view.data()), view.shape(0), MADV_DONTNEED, uintptr_t(sysconf(_SC_PAGESIZE)));
+}
+
 // Addresses instead of arrays: a decode step makes over a hundred of these calls, and an array
 // argument costs microseconds through DLPack. weights.py checks shapes, types and layout.
 void linear(uintptr_t x_at, uintptr_t w_at, uintptr_t out_at, size_t m, size_t n, size_t k,
@@ -151,5 +174,7 @@ NB_MODULE(_weights, m) {
   m.def("dequantize_f32", &dequantize_f32, "type"_a, "src"_a, "out"_a, "threads"_a, "isa"_a = "");
   m.def("dequantize_bf16", &dequantize_bf16, "type"_a, "src"_a, "out"_a, "threads"_a,
         "isa"_a = "");
+  m.def("advise_huge", &advise_huge, "at"_a, "bytes"_a);
+  m.def("release_mapped", &release_mapped, "view"_a);
   m.def("linear", &linear, "x"_a, "w"_a, "out"_a, "m"_a, "n"_a, "k"_a, "threads"_a, "isa"_a = "");
 }

@@ -1,0 +1,1 @@
+"""Engines: what runs a whole model on our caches, one module each, imported on first use."""

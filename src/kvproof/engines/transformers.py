@@ -1,0 +1,421 @@
+"""Models from transformers' own classes that run on our caches.
+
+A GGUF file becomes one of those classes without transformers' slow path: the config comes from the
+header, the module tree is built without memory, and tensors are dequantized natively straight into
+place. torch and transformers are imported by the functions that need them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvproof.cache import KVCache
+from kvproof.errors import RequestError
+from kvproof.geometry import Geometry, model_file
+from kvproof.geometry import geometry as read_geometry
+from kvproof.gguf import GGUF
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvproof.engines.packed import PackedCache
+
+CHUNK = 128  # tokens of one pass: products reach their full speed, logits stay below 140 MB
+
+
+class TextTokenizer(Protocol):
+    """Text to ids and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with a beginning-of-text token where the model asks for one."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, control tokens left out."""
+
+
+class Model:
+    """A causal language model on our caches.
+
+    `hf` is the transformers model, `eos` the ids that end a text.
+    """
+
+    def __init__(
+        self, hf: Any, geometry: Geometry, tokenizer: TextTokenizer, eos: frozenset[int]
+    ) -> None:
+        self.hf = hf
+        self.geometry = geometry
+        self.tokenizer = tokenizer
+        self.eos = eos
+        self.vocab_size: int = hf.config.get_text_config().vocab_size
+        self._cache_name = _cache_argument(hf)
+
+    def new_cache(
+        self,
+        key: str = "f16",
+        value: str = "f16",
+        backend: str = "cpu",
+        per_layer: Mapping[int, tuple[str, str]] | None = None,
+    ) -> PackedCache:
+        """An empty cache for one sequence; RequestError if a format does not fit a layer."""
+        from kvproof.engines.packed import PackedCache
+
+        return PackedCache(KVCache(self.geometry, key, value, backend, per_layer))
+
+    def forward(self, ids: Sequence[int], cache: PackedCache, chunk: int = CHUNK) -> torch.Tensor:
+        """Logits float32 `[len(ids), vocab]` of `ids`, which follow what the cache has seen."""
+        import torch
+
+        self._check(ids)
+        if len(ids) <= chunk:
+            return self._pass(ids, cache, 0)
+        logits = torch.empty((len(ids), self.vocab_size))
+        for at in range(0, len(ids), chunk):
+            part = ids[at : at + chunk]
+            logits[at : at + len(part)] = self._pass(part, cache, 0)
+        return logits
+
+    def prefill(self, ids: Sequence[int], cache: PackedCache, chunk: int = CHUNK) -> torch.Tensor:
+        """Logits float32 `[vocab]` of the last of `ids`; those of the others are not computed."""
+        self._check(ids)
+        for at in range(0, len(ids), chunk):
+            logits = self._pass(ids[at : at + chunk], cache, 1)
+        return logits[-1]
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        cache: PackedCache,
+        max_new_tokens: int,
+        greedy: bool = True,
+        seed: int = 0,
+    ) -> Iterator[int]:
+        """New ids after the prompt `ids`, one by one, until an end-of-text token (not included).
+
+        Not `greedy`: sampled from the model's distribution, by `seed`.
+        """
+        import torch
+
+        source = torch.Generator().manual_seed(seed)
+        logits = self.prefill(ids, cache)
+        for step in range(max_new_tokens):
+            if greedy:
+                token = int(logits.argmax())
+            else:
+                token = int(torch.multinomial(logits.softmax(-1), 1, generator=source))
+            if token in self.eos:
+                return
+            yield token
+            if step + 1 < max_new_tokens:
+                logits = self._pass([token], cache, 1)[-1]
+
+    def _pass(self, ids: Sequence[int], cache: PackedCache, keep: int) -> torch.Tensor:
+        """One forward of the model: logits `[keep or all, vocab]`."""
+        import torch
+
+        with torch.inference_mode():
+            seen = cache.kv.length
+            out = self.hf(
+                input_ids=torch.tensor([list(ids)]),
+                position_ids=torch.arange(seen, seen + len(ids))[None],
+                use_cache=True,
+                logits_to_keep=keep,
+                **{self._cache_name: cache},
+            )
+            cache.kv.evict()
+            return out.logits[0].float()
+
+    def _check(self, ids: Sequence[int]) -> None:
+        if not len(ids):
+            raise RequestError("no tokens: the text is empty")
+        if not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise RequestError(
+                f"token ids must be from 0 to {self.vocab_size - 1}, found {min(ids)} to {max(ids)}"
+            )
+
+
+def load(path: str | Path) -> Model:
+    """The model in a GGUF file or a Hugging Face directory (safetensors, no code from it).
+
+    RequestError for architectures and tensors that cannot be loaded.
+    """
+    file = model_file(Path(path))
+    return _load_gguf(file) if file.suffix == ".gguf" else _load_directory(file.parent)
+
+
+def transformers_cache(
+    model: Any, key: str = "tq4", value: str = "tq4", backend: str = "cpu"
+) -> PackedCache:
+    """A cache for `model.generate(..., cache=cache)` of any transformers model (past_key_values=
+    before 5.24), for one sequence without padding.
+
+    Switches the model to attention "kvproof" (`model.set_attn_implementation("sdpa")` goes back).
+    RequestError, before anything changes, if a format does not fit a layer.
+    """
+    from kvproof.engines import packed
+
+    cache = packed.PackedCache(KVCache(_config_geometry(model.config), key, value, backend))
+    packed.register()
+    model.set_attn_implementation(packed.ATTENTION)
+    return cache
+
+
+def _config_geometry(config: Any) -> Geometry:
+    """Geometry of a transformers config, every field spelled out."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(json.loads(config.to_json_string(use_diff=False))))
+        return read_geometry(path)
+
+
+def _cache_argument(model: Any) -> str:
+    """`cache` from transformers 5.24 on, `past_key_values` before."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def _load_directory(folder: Path) -> Model:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvproof.engines import packed
+
+    geometry = read_geometry(folder)
+    packed.register()
+    try:
+        hf = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto",
+            attn_implementation=packed.ATTENTION,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+        words = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise RequestError(f"{folder}: transformers cannot load it: {_line(error)}") from error
+    # float16 has no products here; float32 stays what it is.
+    hf = packed.pack(hf) if hf.dtype == torch.bfloat16 else hf.float()
+    eos = hf.generation_config.eos_token_id
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return Model(hf.eval(), geometry, _HubTokenizer(words), frozenset(ids))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+class _HubTokenizer:
+    def __init__(self, words: Any) -> None:
+        self.words = words
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.words.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.words.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def _load_gguf(path: Path) -> Model:
+    from kvproof.engines.tokenizer import Tokenizer
+
+    file = GGUF(path)
+    arch = file.metadata.get("general.architecture")
+    if arch not in _ARCHITECTURES:
+        raise RequestError(
+            f"{path}: architecture {arch!r} cannot be run here, only {', '.join(_ARCHITECTURES)} "
+            "(a Hugging Face directory of the model can)"
+        )
+    geometry = read_geometry(path)
+    hf = _build(file, geometry, *_ARCHITECTURES[arch](file, geometry))
+    tokenizer = Tokenizer(file)
+    file.close()
+    eos = frozenset() if tokenizer.eos is None else frozenset({tokenizer.eos})
+    return Model(hf, geometry, tokenizer, eos)
+
+
+_Names = Mapping[str, str]
+
+_TOP = {"token_embd": "embed_tokens", "output_norm": "norm"}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LLAMA_BLOCK = {**_BLOCK, "ffn_norm": "post_attention_layernorm"}
+_GEMMA3_BLOCK = {
+    **_BLOCK,
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def _common(file: GGUF, geometry: Geometry) -> dict[str, Any]:
+    """Config fields that every architecture has."""
+    arch, meta, layers = geometry.architecture, file.metadata, geometry.layers
+    heads = {(x.num_heads, x.num_kv_heads, x.head_dim_k, x.head_dim_v) for x in layers}
+    if len(heads) != 1 or layers[0].head_dim_k != layers[0].head_dim_v:
+        raise RequestError(f"{file.path}: {arch}: layers of different shapes cannot be run here")
+    if meta.get(f"{arch}.expert_count"):
+        raise RequestError(f"{file.path}: {arch}.expert_count: mixtures of experts cannot be run")
+
+    def need(name: str) -> Any:
+        value = meta.get(f"{arch}.{name}")
+        if value is None:
+            raise RequestError(f"{file.path}: {arch}.{name} is missing")
+        return value
+
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise RequestError(f"{file.path}: missing tensors: token_embd.weight")
+    return {
+        "vocab_size": embedding.shape[-1],
+        "hidden_size": int(need("embedding_length")),
+        "intermediate_size": int(need("feed_forward_length")),
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": layers[0].num_heads,
+        "num_key_value_heads": layers[0].num_kv_heads,
+        "head_dim": layers[0].head_dim_k,
+        "max_position_embeddings": int(geometry.context_length or need("context_length")),
+        "rms_norm_eps": float(need("attention.layer_norm_rms_epsilon")),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": _optional_id(meta.get("tokenizer.ggml.bos_token_id")),
+        "eos_token_id": _optional_id(meta.get("tokenizer.ggml.eos_token_id")),
+        "pad_token_id": _optional_id(meta.get("tokenizer.ggml.padding_token_id")),
+    }
+
+
+def _optional_id(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _rope(file: GGUF, arch: str, default: float) -> dict[str, Any]:
+    """Rotary parameters of the global layers."""
+    meta = file.metadata
+    kind = meta.get(f"{arch}.rope.scaling.type", "none")
+    rope = {"rope_type": "default", "rope_theta": float(meta.get(f"{arch}.rope.freq_base", default))}
+    if kind == "linear":
+        factor = float(meta.get(f"{arch}.rope.scaling.factor", 1.0))
+        rope |= {"rope_type": "linear", "factor": factor}
+    elif kind != "none":
+        raise RequestError(
+            f"{file.path}: {arch}.rope.scaling.type {kind!r} cannot be run here (none, linear)"
+        )
+    return rope
+
+
+def _llama(file: GGUF, geometry: Geometry) -> tuple[Any, Any, _Names]:
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
+
+    if any(layer.window for layer in geometry.layers):
+        raise RequestError(f"{file.path}: llama with a sliding window cannot be run here")
+    config = LlamaConfig(
+        **_common(file, geometry), rope_parameters=_rope(file, "llama", 10000.0)
+    )
+    return config, LlamaForCausalLM, _LLAMA_BLOCK
+
+
+def _gemma3(file: GGUF, geometry: Geometry) -> tuple[Any, Any, _Names]:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layers, meta = geometry.layers, file.metadata
+    scale = geometry.attention_scale or layers[0].head_dim_k ** -0.5
+    local = float(meta.get("gemma3.rope.freq_base_swa", 10000.0))
+    config = Gemma3TextConfig(
+        **_common(file, geometry),
+        query_pre_attn_scalar=round(scale**-2),
+        sliding_window=next((x.window for x in layers if x.window), None),
+        layer_types=["sliding_attention" if x.window else "full_attention" for x in layers],
+        final_logit_softcapping=meta.get("gemma3.final_logit_softcapping"),
+        rope_parameters={
+            "full_attention": _rope(file, "gemma3", 1_000_000.0),
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    )
+    return config, Gemma3ForCausalLM, _GEMMA3_BLOCK
+
+
+_ARCHITECTURES: Mapping[str, Callable[[GGUF, Geometry], tuple[Any, Any, _Names]]] = {
+    "gemma3": _gemma3,
+    "llama": _llama,
+}
+
+
+def _build(file: GGUF, geometry: Geometry, config: Any, cls: Any, block: _Names) -> Any:
+    """The model with all its tensors, built without memory for those it replaces."""
+    import torch
+
+    from kvproof.engines import packed
+    from kvproof.weights import read_tensor
+
+    packed.register()
+    config._attn_implementation = packed.ATTENTION
+    with torch.device("meta"):
+        hf = cls(config)
+    names = {f"{gguf}.weight": f"model.{hf_name}" for gguf, hf_name in _TOP.items()} | {
+        f"blk.{i}.{gguf}.weight": f"model.layers.{i}.{hf_name}"
+        for i in range(len(geometry.layers))
+        for gguf, hf_name in block.items()
+    }
+    extra = {"rope_freqs.weight"} if geometry.architecture == "llama" else set()
+    if not config.tie_word_embeddings:
+        names["output.weight"] = "lm_head"
+    missing = [name for name in names if name not in file.tensors]
+    unexpected = [name for name in file.tensors if name not in names and name not in extra]
+    if missing or unexpected:
+        raise RequestError(
+            f"{file.path}: tensors do not fit {geometry.architecture}: "
+            + "; ".join(
+                f"{what} {', '.join(some[:8])}{f' and {len(some) - 8} more' if some[8:] else ''}"
+                for what, some in (("missing", missing), ("unexpected", unexpected))
+                if some
+            )
+        )
+    for name, target in names.items():
+        info = file.tensors[name]
+        module = hf.get_submodule(target)
+        if tuple(module.weight.shape) != info.shape[::-1]:
+            raise RequestError(
+                f"{file.path}: tensor {name!r}: expected shape {list(module.weight.shape)}, found "
+                f"{list(info.shape[::-1])}"
+            )
+        norm = len(info.shape) == 1
+        weight = read_tensor(file, info, torch.float32 if norm else torch.bfloat16)
+        if norm:  # GGUF holds Gemma's factor as 1 + w already
+            replacement: Any = packed.RMSNorm(weight, config.rms_norm_eps)
+        elif target.endswith("embed_tokens"):
+            replacement = packed.Embedding(weight, float(getattr(module, "scalar_embed_scale", 1.0)))
+        else:
+            if geometry.architecture == "llama" and target.endswith(("q_proj", "k_proj")):
+                weight = _unpermute(weight, config.head_dim)
+            replacement = packed.Linear(weight)
+        hf.set_submodule(target, replacement)
+    if config.tie_word_embeddings:
+        hf.lm_head = packed.Linear(hf.model.embed_tokens.weight)
+        hf.lm_head.weight = hf.model.embed_tokens.weight
+    hf.model.rotary_emb = type(hf.model.rotary_emb)(config)  # its buffers were made without memory
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        hf.model.rotary_emb.inv_freq /= read_tensor(file, factors, torch.float32)
+    return hf.eval()
+
+
+def _unpermute(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows [heads, dim / 2, 2] (llama.cpp turns neighbours) to [heads, 2, dim / 2] (halves)."""
+    out, width = weight.shape
+    pairs = weight.view(out // head_dim, head_dim // 2, 2, width)
+    return pairs.transpose(1, 2).reshape(out, width)
