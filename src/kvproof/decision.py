@@ -205,10 +205,12 @@ def _policy_problems(p: Policy) -> Iterable[str]:
     for name in (*counts, "tokens_min", "rounds"):
         if getattr(p, name) < 1:
             yield f"{name} must be at least 1, found {getattr(p, name)}"
-    if p.window < 2 or p.chunk > p.window:
-        yield f"window ({p.window}) must be at least 2 and no shorter than chunk ({p.chunk})"
-    if p.tokens_min > p.windows_max * (p.window - 1):
-        most = p.windows_max * (p.window - 1)
+    if p.window < 256 or p.window % 32:
+        yield f"window must be a multiple of 32 from 256 on, found {p.window}"
+    if p.chunk > p.window:
+        yield f"window ({p.window}) must be no shorter than chunk ({p.chunk})"
+    if p.tokens_min > p.windows_max * p.window:
+        most = p.windows_max * p.window
         yield f"tokens_min {p.tokens_min} cannot be reached: windows_max x window scores {most}"
     if p.rounds < 3:
         yield f"rounds must be at least 3 for an interval, found {p.rounds}"

@@ -332,6 +332,7 @@ def test_a_policy_file_may_hold_only_what_differs(tmp_path):
         ("[measure]\ndepths = []", ["depths"]),
         ("[measure]\nchunk = 1024", ["no shorter than chunk"]),
         ("[measure]\nwindows_max = 1", ["tokens_min 1000 cannot be reached"]),
+        ("[measure]\nwindow = 100", ["multiple of 32", "found 100"]),
         ('candidates = ["q8_0", "q8_0/q8_0"]', ["named twice: q8_0/q8_0"]),
         ("candidates = []", ["candidates must be a list"]),
         ('candidates = "q8_0"', ["candidates must be a list"]),

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 DECISION, EVIDENCE, PAGE, MARKDOWN = "decision.json", "evidence.jsonl", "report.html", "report.md"
 
+# Order of the rows, and the mark that says the status where colour does not.
 STATUS_MARK = {
     "chosen": "★",
-    "baseline": "○",
     "accepted": "✓",
+    "baseline": "○",
     "inconclusive": "?",
     "rejected": "✕",
-    "refused": "⊘",
     "not run": "…",
+    "refused": "⊘",
 }
 
 
@@ -178,14 +179,20 @@ def view(content: Mapping[str, Any], evidence: Sequence[Evidence]) -> dict[str, 
     by_id = {e.id: e for e in relevant if e.subject["kind"] != "quality-window"}
     rows = [_row(v, by_id, policy) for v in decision["verdicts"]]
     base = next(r for r in rows if r["pair"] == BASELINE.name)
-    for i, row in enumerate(rows):
-        row["series"] = i % plots.SERIES
+    order = list(STATUS_MARK)
+    rows.sort(key=lambda r: (order.index(r["status"]), r["bytes"] or float("inf"), r["pair"]))
+    colour = 0
+    for row in rows:
+        colour += row is not base
+        row["series"] = 0 if row is base else 1 + (colour - 1) % (plots.SERIES - 1)
         size, whole = row["bytes"], base["bytes"]
         row["share"] = size / whole if size is not None and whole else None
     used = {i for v in decision["verdicts"] for i in v["evidence"]}
     chosen = next(r for r in rows if r["status"] == "chosen")
     return {
         "decision": decision,
+        # The page's heading says what comes before the colon.
+        "why": _capital(decision["reason"].partition(": ")[2]),
         "policy": policy,
         "model": content["model"],
         "text": content.get("text", ""),
@@ -223,6 +230,10 @@ def view(content: Mapping[str, Any], evidence: Sequence[Evidence]) -> dict[str, 
         "latest": max((e.finished for e in by_id.values()), default="")[:16].replace("T", " "),
         "commits": sorted({e.commit for e in by_id.values()}),
     }
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _row(

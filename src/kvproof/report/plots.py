@@ -15,18 +15,19 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 SERIES = 12  # colours in the page's CSS: .s0 ... .s11
-WIDTH, HEIGHT = 640, 380
-LEFT, RIGHT, TOP, BOTTOM = 64, 120, 18, 48
+WIDTH, HEIGHT = 760, 400
+SMALL_WIDTH, SMALL_HEIGHT = 520, 300
+LEFT, RIGHT, TOP, BOTTOM = 76, 116, 18, 48
 LABEL_GAP = 14  # px between the lines of neighbouring labels
 
 Row = Mapping[str, Any]
 
 
-def _markup(parts: Sequence[str], title: str, height: int = HEIGHT) -> Markup:
+def _markup(parts: Sequence[str], title: str, width: int, height: int) -> Markup:
     from markupsafe import Markup
 
     head = (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}" '
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" '
         'xmlns="http://www.w3.org/2000/svg">'
     )
     return Markup(head + "".join(parts) + "</svg>")
@@ -40,6 +41,11 @@ def _text(x: float, y: float, text: str, css: str = "tick", anchor: str = "middl
 
 def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>'
+
+
+def _name(r: Row) -> str:
+    """`q8_0` for q8_0/q8_0: labels have little room."""
+    return str(r["key"] if r["key"] == r["value"] else r["pair"])
 
 
 def _spread(wanted: Sequence[float], low: float, high: float) -> list[float]:
@@ -62,9 +68,9 @@ def quality_against_bytes(rows: Sequence[Row], bound: float) -> Markup | None:
     if not points:
         return None
     floor = max((r["quality"].get("kld_floor", 0.0) for r in points), default=0.0)
-    lows = [max(r["kld"]["low"], r["kld"]["value"] / 3, 1e-7) for r in points]
-    bottom = math.floor(math.log10(min(*lows, bound, floor if floor > 1e-7 else bound)))
-    top = math.ceil(math.log10(max(bound, *(r["kld"]["high"] for r in points))))
+    lowest = min([bound, *(max(r["kld"]["low"], r["kld"]["value"] / 3, 1e-7) for r in points)])
+    bottom = math.floor(math.log10(lowest))
+    top = math.ceil(math.log10(max([bound, *(r["kld"]["high"] for r in points)])))
     top = max(top, bottom + 1)
     x_max = max(0.6, math.ceil(10 * max(r["share"] for r in points)) / 10)
 
@@ -83,16 +89,18 @@ def quality_against_bytes(rows: Sequence[Row], bound: float) -> Markup | None:
     ]
     for e in range(bottom, top + 1):
         parts.append(_line(LEFT, y(10.0**e), right, y(10.0**e), "grid"))
-        parts.append(_text(LEFT - 8, y(10.0**e) + 4, f"{10.0**e:g}", anchor="end"))
+        parts.append(_text(LEFT - 8, y(10.0**e) + 4, f"{10.0**e:.{max(-e, 0)}f}", anchor="end"))
     for i in range(0, round(10 * x_max) + 1, 2 if x_max > 0.7 else 1):
         parts.append(_text(x(i / 10), HEIGHT - BOTTOM + 18, f"{10 * i} %"))
         parts.append(_line(x(i / 10), HEIGHT - BOTTOM, x(i / 10), HEIGHT - BOTTOM + 4, "axis"))
     parts.append(_line(LEFT, HEIGHT - BOTTOM, right, HEIGHT - BOTTOM, "axis"))
     parts.append(_line(LEFT, y(bound), right, y(bound), "bound"))
     parts.append(_text(LEFT + 6, y(bound) - 6, f"policy bound {bound:g}", "note", "start"))
-    if floor >= 10.0**bottom:
+    if floor > 0:
+        below = ", below this scale" if floor < 10.0**bottom else ""
+        note = f"noise of the engine {floor:.1g}{below}"
         parts.append(_line(LEFT, y(floor), right, y(floor), "floor"))
-        parts.append(_text(LEFT + 6, y(floor) - 6, "noise of the engine", "note", "start"))
+        parts.append(_text(LEFT + 6, y(floor) - 6, note, "note", "start"))
     parts.append(_text((LEFT + right) / 2, HEIGHT - 8, "cache size, of the f16 cache", "label"))
     parts.append(
         f'<text class="label" text-anchor="middle" transform="translate(14 {HEIGHT / 2 - 10:.0f}) '
@@ -109,8 +117,9 @@ def quality_against_bytes(rows: Sequence[Row], bound: float) -> Markup | None:
         hollow = "" if r["status"] in ("chosen", "accepted") else " hollow"
         parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" class="dot {css}{hollow}"/>')
         parts.append(_line(px + 7, py, right + 6, height, "leader"))
-        parts.append(_text(right + 10, height + 4, r["pair"], f"name {css}", "start"))
-    return _markup(parts, "KL divergence against cache size, one point per candidate")
+        parts.append(_text(right + 10, height + 4, _name(r), f"name {css}", "start"))
+    title = "KL divergence against cache size, one point per candidate"
+    return _markup(parts, title, WIDTH, HEIGHT)
 
 
 def speed_against_depth(rows: Sequence[Row], phase: str, least: float) -> Markup | None:
@@ -122,13 +131,15 @@ def speed_against_depth(rows: Sequence[Row], phase: str, least: float) -> Markup
             lines.append((r, points))
     if not lines:
         return None
-    height = 300
+    width, height = SMALL_WIDTH, SMALL_HEIGHT
     depths = sorted({d for _, points in lines for d, _ in points})
     values = [s[k] for _, points in lines for _, s in points for k in ("low", "high")]
     low, high = min(*values, least, 1.0), max(*values, 1.0)
     step = 0.05 if high - low < 0.4 else 0.1 if high - low < 0.9 else 0.5
-    low, high = math.floor(low / step) * step, math.ceil(high / step) * step
-    right = WIDTH - RIGHT
+    # Half a step of room below the bound, where its name stands.
+    low = math.floor(min(low, least - step / 2) / step) * step
+    high = math.ceil(high / step) * step
+    right = width - RIGHT
 
     def x(depth: float) -> float:
         if len(depths) == 1:
@@ -169,6 +180,7 @@ def speed_against_depth(rows: Sequence[Row], phase: str, least: float) -> Markup
             )
         last = x(points[-1][0]) + shift
         parts.append(_line(last + 6, y(points[-1][1]["value"]), right + 6, end, "leader"))
-        parts.append(_text(right + 10, end + 4, r["pair"], f"name {css}", "start"))
+        parts.append(_text(right + 10, end + 4, _name(r), f"name {css}", "start"))
     what = "Decode" if phase == "tg" else "Prompt"
-    return _markup(parts, f"{what} speed relative to f16 against tokens in the cache", height)
+    title = f"{what} speed relative to f16 against tokens in the cache"
+    return _markup(parts, title, width, height)

@@ -1,0 +1,323 @@
+"""The KV lane on a toy model: real caches and formats, arithmetic small enough to follow."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvproof import backends
+from kvproof.cache import KVCache
+from kvproof.decision import BASELINE, Candidate, Policy
+from kvproof.errors import Refused, RequestError
+from kvproof.evidence import Environment, Evidence, Outcome
+from kvproof.geometry import Geometry, LayerGeometry, Source
+from kvproof.lanes import kv
+
+torch = pytest.importorskip("torch", reason="the lane measures torch models")
+
+VOCAB = 96
+Q8, TQ4, Q4 = Candidate("q8_0", "q8_0"), Candidate("tq4", "tq4"), Candidate("q4_0", "q4_0")
+POLICY = Policy(
+    candidates=("q8_0", "tq4"),
+    window=256,
+    chunk=64,
+    windows_max=4,
+    tokens_min=512,
+    depths=(40,),
+    prefill_tokens=8,
+    decode_tokens=3,
+    rounds=3,
+    context=100,
+)
+
+
+def shape(head_dims=(32, 32, 32)):
+    layers = tuple(
+        LayerGeometry(i, 2, 1, d, d, 24 if i == 1 else None, None if i < 2 else 0)
+        for i, d in enumerate(head_dims)
+    )
+    return Geometry(
+        architecture="toy",
+        layers=layers,
+        context_length=1024,
+        hidden_size=32,
+        vocab_size=VOCAB,
+        attention_scale=None,
+        source=Source(Path("toy"), "config", {}, {}),
+    )
+
+
+@dataclass
+class ToyCache:
+    kv: KVCache
+
+
+class Toy:
+    """Three attention layers (one windowed, one sharing); knows that id n is followed by 5n + 1."""
+
+    def __init__(self, sharpness=4.0, reads_cache=True):
+        self.geometry = shape()
+        self.sharpness, self.reads_cache = sharpness, reads_cache
+        rng = np.random.default_rng(3)
+        self.table = rng.standard_normal((VOCAB, 2, 32), dtype=np.float32)
+        self.out = rng.standard_normal((64, VOCAB), dtype=np.float32) * 0.1
+        self.forwards = 0
+
+    def new_cache(self, key="f16", value="f16"):
+        return ToyCache(KVCache(self.geometry, key=key, value=value, backend="reference"))
+
+    def forward(self, ids, cache):
+        self.forwards += 1
+        x = self.table[np.asarray(ids)]
+        total = np.zeros((len(ids), 64), np.float32)
+        for layer in self.geometry.layers:
+            live = cache.kv.layer(layer.index)
+            if layer.shares_kv_with is None:
+                live.append(x[:, :1], x[:, 1:])
+            if self.reads_cache:
+                total += live.attention(x).reshape(len(ids), 64)
+        cache.kv.evict()
+        logits = total @ self.out
+        logits[np.arange(len(ids)), (5 * np.asarray(ids) + 1) % VOCAB] += self.sharpness
+        return torch.from_numpy(logits)
+
+
+def text(n, seed=0):
+    """Ids that follow the toy's rule nine times in ten."""
+    rng = np.random.default_rng(seed)
+    ids = [1]
+    for _ in range(n - 1):
+        ids.append((5 * ids[-1] + 1) % VOCAB if rng.random() < 0.9 else int(rng.integers(VOCAB)))
+    return ids
+
+
+ABOUT = kv.About("reference", "ab" * 32, "m" * 64, "toy", Environment("test", threads=1))
+WINDOWS = kv.window_ids(text(2600), [], POLICY)
+
+
+def measure(model, pairs=(Q8, TQ4), policy=POLICY, **more):
+    return list(kv.measure_quality(model, WINDOWS, pairs, about=ABOUT, policy=policy, **more))
+
+
+def summaries(records):
+    return {kv._pair_of(e): e for e in records if e.subject["kind"] == "quality"}
+
+
+def test_candidates_start_with_the_baseline_and_name_refused_layers():
+    found = kv.candidates(shape((32, 36, 36)), POLICY, backends.get("reference"))
+    assert next(iter(found)) == BASELINE
+    assert found[BASELINE] is None
+    assert "layer 1, key format q8_0" in found[Q8] and "value format q8_0" in found[Q8]
+    assert all(
+        why is None for why in kv.candidates(shape(), POLICY, backends.get("reference")).values()
+    )
+
+
+def test_an_unknown_format_of_the_policy_is_named():
+    with pytest.raises(RequestError, match="q8_1"):
+        kv.candidates(shape(), replace(POLICY, candidates=("q8_1",)), backends.get("reference"))
+
+
+def test_windows_never_overlap_and_a_longer_run_keeps_those_of_a_shorter():
+    ids = list(range(3000))
+    few = kv.window_ids(ids, [7], replace(POLICY, windows_max=2))
+    many = kv.window_ids(ids, [7], POLICY)
+    assert many[:2] == few
+    assert all(w[0] == 7 and len(w) == POLICY.window + 1 for w in many)
+    used = [i for w in many for i in w[1:]]
+    assert len(used) == len(set(used))
+
+
+def test_a_short_text_says_how_much_is_needed():
+    with pytest.raises(RequestError, match="has 10 tokens and one window needs 257"):
+        kv.window_ids(text(10), [], POLICY)
+
+
+def test_the_prefix_of_the_tokenizer_is_found():
+    assert kv.bos_prefix(lambda s: [2, *s.encode()]) == [2]
+    assert kv.bos_prefix(lambda s: list(s.encode())) == []
+
+
+def test_quality_equals_what_whole_logits_give():
+    model, ids = Toy(), WINDOWS[0]
+    figures, noise = kv.compare_window(model, ids, [TQ4], POLICY, floor=True)
+    logs = []
+    for pair in (BASELINE, TQ4):
+        logits = model.forward(ids[:-1], model.new_cache(pair.key, pair.value))
+        logs.append(torch.log_softmax(logits.double(), dim=-1).numpy())
+    p, q = logs
+    got = figures[TQ4]
+    np.testing.assert_allclose(got.kld, (np.exp(p) * (p - q)).sum(-1), atol=1e-6)
+    np.testing.assert_array_equal(got.same_top, p.argmax(-1) == q.argmax(-1))
+    at = (np.arange(len(ids) - 1), ids[1:])
+    np.testing.assert_allclose(got.delta_nll, p[at] - q[at], atol=1e-5)
+    np.testing.assert_allclose(got.nll, -p[at], atol=1e-5)
+    assert abs(noise.kld).max() < 1e-5 < got.kld.mean()
+
+
+def test_records_hold_intervals_quantiles_and_the_poison_check():
+    found = summaries(measure(Toy()))
+    q8, tq4 = found[Q8].metrics, found[TQ4].metrics
+    assert q8["kld"] < tq4["kld"]
+    for m in (q8, tq4):
+        assert m["kld_low"] <= m["kld"] <= m["kld_high"]
+        assert m["kld_median"] <= m["kld_p99"] * 1.08 <= m["kld_max"] * 1.16
+        assert m["poison_key"] > 0 and m["poison_value"] > 0
+        assert m["kld_floor"] < 1e-6
+        assert m["tokens"] >= POLICY.tokens_min
+    assert all(e.outcome is Outcome.PASSED for e in found.values())
+
+
+def test_a_cache_that_is_not_read_fails():
+    record = summaries(measure(Toy(reads_cache=False), [Q8]))[Q8]
+    assert record.outcome is Outcome.FAILED
+    assert "key and value rows left the logits as they were" in record.reason
+
+
+def test_a_baseline_that_knows_nothing_is_refused():
+    with pytest.raises(Refused, match=r"blind guessing gives 4\.56"):
+        measure(Toy(sharpness=0.0))
+
+
+def test_logits_that_are_not_finite_fail_the_candidate_only():
+    class Broken(Toy):
+        def forward(self, ids, cache):
+            logits = super().forward(ids, cache)
+            if cache.kv.key == "tq4" and cache.kv.length > 100:
+                logits[-1, 5] = math.nan
+            return logits
+
+    found = summaries(measure(Broken()))
+    assert found[TQ4].outcome is Outcome.FAILED and "not finite" in found[TQ4].reason
+    assert found[Q8].outcome is Outcome.PASSED
+
+
+def test_a_baseline_that_is_not_finite_is_refused():
+    class Broken(Toy):
+        def forward(self, ids, cache):
+            return super().forward(ids, cache) * (math.nan if cache.kv.key == "f16" else 1)
+
+    with pytest.raises(Refused, match="f16 baseline gives logits that are not finite"):
+        measure(Broken())
+
+
+def test_settled_candidates_stop_early_and_open_ones_go_on():
+    # q8_0 is clear after the tokens that the policy asks for; a bound amid tq4's figures is not.
+    kld = summaries(measure(Toy(), stop_early=False))[TQ4].metrics["kld"]
+    records = measure(Toy(), policy=replace(POLICY, kld_max=kld, same_top_min=0.0, delta_nll_max=1))
+    count = {p: e.subject["windows"] for p, e in summaries(records).items()}
+    assert count == {Q8: 2, TQ4: 4}
+
+
+def test_a_second_run_measures_only_what_is_missing():
+    first = measure(Toy())
+    model = Toy()
+    again = measure(model, done=first)
+    assert model.forwards == 0
+    assert [e.metrics for e in again] == [
+        e.metrics for e in first if e.subject["kind"] == "quality"
+    ]
+    windows = [e for e in first if e.subject["kind"] == "quality-window"]
+    half = measure(Toy(), done=windows[:2])
+    fresh = [e for e in half if e.subject["kind"] == "quality-window"]
+    assert {(e.subject["index"], kv._pair_of(e)) for e in fresh} == {
+        (e.subject["index"], kv._pair_of(e)) for e in windows[2:]
+    }
+    got, want = summaries(half), summaries(first)
+    assert all(got[p].metrics["kld"] == want[p].metrics["kld"] for p in want)
+
+
+@pytest.mark.parametrize("change", [{"digest": "cd" * 32}, {"model": "n" * 64}])
+def test_records_of_other_kernels_or_models_are_not_reused(change):
+    first = measure(Toy(), [Q8])
+    model = Toy()
+    about = replace(ABOUT, **change)
+    list(kv.measure_quality(model, WINDOWS, [Q8], about=about, policy=POLICY, done=first))
+    assert model.forwards > 0
+
+
+def test_a_spent_budget_is_said():
+    records = measure(Toy(), deadline=time.monotonic() - 1)
+    assert [e.outcome for e in records] == [Outcome.NOT_RUN, Outcome.NOT_RUN]
+    assert all("budget" in e.reason for e in records)
+
+
+def gates():
+    record = Evidence({"kind": "gate"}, Outcome.PASSED, {}, ABOUT.environment, ABOUT.digest, "c")
+    return {p: (record.gate_pass(),) for p in (Q8, TQ4)}
+
+
+def time_all(model, **more):
+    return list(
+        kv.measure_speed(model, [Q8, TQ4], about=ABOUT, policy=POLICY, gates=gates(), **more)
+    )
+
+
+def test_speed_has_every_phase_with_ratio_kernels_and_bytes():
+    records = time_all(Toy())
+    assert {(kv._pair_of(e), e.subject["phase"], e.subject["depth"]) for e in records} == {
+        (p, phase, 40) for p in (Q8, TQ4) for phase in ("pp", "tg")
+    }
+    for e in records:
+        m = e.metrics
+        assert e.outcome is Outcome.PASSED
+        assert m["ratio_low"] <= m["ratio"] <= m["ratio_high"]
+        assert m["tokens_per_second"] > 0 and m["attention_share"] > 0
+        assert kv._pair_of(e).key in e.subject["kernels"]
+        assert e.subject["kernels"].startswith("layers 0-2: ")
+    assert time_all(Toy(), done=records) == []
+
+
+def test_a_speed_cannot_exist_without_a_passed_gate():
+    empty = {p: () for p in (Q8, TQ4)}
+    with pytest.raises(ValueError, match="needs a PASSED gate"):
+        list(kv.measure_speed(Toy(), [Q8], about=ABOUT, policy=POLICY, gates=empty))
+
+
+def test_speeds_that_the_budget_leaves_out_are_not_run():
+    records = time_all(Toy(), deadline=time.monotonic() - 1)
+    assert len(records) == 4
+    assert {e.outcome for e in records} == {Outcome.NOT_RUN}
+
+
+def test_the_ratio_is_candidate_speed_over_baseline_speed(monkeypatch):
+    class Delayed(Toy):
+        def forward(self, ids, cache):
+            clock["t"] += 2.0 if cache.kv.key == "f16" else 1.0
+            return super().forward(ids, cache)
+
+    clock = {"t": 0.0}
+    monkeypatch.setattr(kv.time, "perf_counter", lambda: clock["t"])
+    e = next(kv.measure_speed(Delayed(), [Q8], about=ABOUT, policy=POLICY, gates=gates()))
+    assert (e.metrics["ratio_low"], e.metrics["ratio"], e.metrics["ratio_high"]) == (2, 2, 2)
+    assert e.metrics["tokens_per_second"] == pytest.approx(2 * e.metrics["tokens_per_second_f16"])
+
+
+def test_bytes_come_from_live_buffers_and_agree_with_the_geometry():
+    be = backends.get("reference")
+    records = list(
+        kv.measure_bytes(shape(), [BASELINE, Q8, TQ4], backend=be, about=ABOUT, context=100)
+    )
+    for e in records:
+        pair, m = kv._pair_of(e), e.metrics
+        row = KVCache(shape(), pair.key, pair.value, be)
+        kv.fill(shape(), row, 1)
+        one = row.layer(0).used_bytes
+        # Layer 0 holds 100 tokens, layer 1 the 23 that the next query of its window of 24 sees.
+        assert m["bytes"] == one * (100 + 23)
+        assert m["bytes_per_token"] == one
+        assert m["bytes_allocated"] >= m["bytes"]
+    assert records[1].metrics["bytes"] * 16 == records[0].metrics["bytes"] * 8.5
+
+
+def test_layer_lists_read_well():
+    assert kv._layers([3]) == "layer 3"
+    assert kv._layers([0, 1, 2, 5]) == "layers 0-2, 5"
+
+
+def test_the_default_text_is_english_and_long():
+    words = kv.default_text().split()
+    assert len(words) > 50_000 and words.count("the") > 1000
