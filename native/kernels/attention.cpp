@@ -1,0 +1,461 @@
+// Attention over encoded rows: threads, splits, masks and merging around the leaf kernels.
+//
+// A task is (KV head, block of query rows, chunk of tokens). The rows of a KV head are its queries
+// times its group of query heads, so each tile of K and V is decoded once for all of them. Queries
+// are rotated and quantised once, the softmax is online over SUPER tokens, and the value sum stays
+// in the stored domain until the end. Chunks depend on the shapes only, never on the number of
+// threads, and their partial results are merged in order: any thread count gives the same bytes.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+
+#include "ops.h"
+#include "pool.h"
+
+namespace kvproof {
+namespace {
+
+constexpr int BLOCK_ROWS = 32;     // query rows per task: 32 x 256 scores are half of an L2 way
+constexpr int TARGET_TASKS = 64;   // enough for the threads of a large machine to even out
+constexpr int SMALLEST_CHUNK = 512;
+// Below this many multiply-adds a second thread costs more than it brings.
+constexpr double SERIAL_WORK = 1 << 18;
+
+int up(int n, int to) { return (n + to - 1) / to * to; }
+int width_index(int width) { return width == 4 ? 2 : width - 1; }
+
+// Where code c of a group lands in the row, for full groups and for a last group of 16; -1: nowhere.
+int element_of(int fmt, int dim, int group, int c) {
+  const int at = group * GROUP;
+  if (dim - at >= GROUP || path_of(fmt) != ROW) return at + c < dim ? at + c : -1;
+  const int plane = fmt == TQ4 ? 16 : 8, half = plane / 2;
+  return c % plane < half ? at + c / plane * half + c % half : -1;
+}
+
+// Element of the row at each position of decoded scratch.
+void order(int fmt, int dim, int (*element)(int), int* out) {
+  for (int p = 0; p < padded(dim); ++p) {
+    const int c = path_of(fmt) == REAL ? p % GROUP : element(p % GROUP);
+    out[p] = element_of(fmt, dim, p / GROUP, c);
+  }
+}
+
+Table signed_table(int largest) {  // q8_0 needs no lookup
+  Table t{};
+  t.scale = 1;
+  t.largest = largest;
+  return t;
+}
+
+Table key_table(int fmt) { return fmt == Q8_0 ? signed_table(128) : constants.book[fmt].key; }
+Table value_table(int fmt) {
+  return fmt == Q8_0 ? signed_table(128) : constants.book[fmt].value_side;
+}
+
+// Consecutive pieces of one allocation, each on its own cache line.
+class Carver {
+ public:
+  explicit Carver(void* base = nullptr) : base_(reinterpret_cast<std::uintptr_t>(base)) {}
+  template <class T>
+  T* take(std::size_t n) {
+    T* p = reinterpret_cast<T*>(base_ + used_);
+    used_ += (n * sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::uintptr_t base_;
+  std::size_t used_ = 0;
+};
+
+// Query rows of one KV head, prepared for the key path.
+struct Prepared {
+  float *y, *scale;
+  std::int16_t* natural;
+  void* rows;
+
+  void carve(Carver& c, int dim) {
+    y = c.take<float>(std::size_t(padded(dim)));
+    natural = c.take<std::int16_t>(std::size_t(padded(dim)));
+    scale = c.take<float>(BLOCK_ROWS);
+    rows = c.take<float>(std::size_t(BLOCK_ROWS) * padded(dim));
+  }
+};
+
+struct KeyPlan {
+  const Kernels& isa;
+  const Side& side;
+  Path path;
+  Table table;
+  Spin spin;
+  int width, largest;
+  int element[MAX_DIM + GROUP];
+
+  KeyPlan(const Kernels& k, const Side& s)
+      : isa(k), side(s), path(path_of(s.fmt)), table(key_table(s.fmt)), spin(s.fmt, s.dim),
+        width(padded(s.dim)) {
+    order(s.fmt, s.dim, k.key_element, element);
+    // A whole row of products has to fit an int32; blocks are flushed long before.
+    const double room = 2147483647.0 / (double(table.largest) * s.dim);
+    largest = path == ROW && room < QMAX ? int(room) : QMAX;
+  }
+
+  // Rotates and stores one query row; null gives a padding row that scores 0.
+  void prepare(const float* q, float factor, int r, Prepared& p) const {
+    const int dim = side.dim;
+    auto* real = static_cast<float*>(p.rows) + std::ptrdiff_t(r) * width;
+    auto* coded = static_cast<std::int16_t*>(p.rows) + std::ptrdiff_t(r) * width;
+    if (!q) {
+      p.scale[r] = 0;
+      std::memset(path == REAL ? static_cast<void*>(real) : coded, 0,
+                  std::size_t(width) * (path == REAL ? sizeof(float) : sizeof(std::int16_t)));
+      return;
+    }
+    if (path == REAL) {
+      p.scale[r] = 1;
+      for (int i = 0; i < dim; ++i) real[i] = q[i] * factor;
+      for (int i = dim; i < width; ++i) real[i] = 0;
+      return;
+    }
+    if (spin.signs) {
+      for (int d = 0; d < dim; d += spin.period)
+        for (int i = 0; i < std::min(spin.period, dim - d); ++i)
+          p.y[d + i] = q[d + i] * factor * spin.signs[i];
+      isa.rotate(p.y, dim, spin.parts, spin.n_parts);
+    } else {
+      for (int i = 0; i < dim; ++i) p.y[i] = q[i] * factor;
+    }
+    p.scale[r] = isa.quantize(p.y, dim, largest, p.natural) / table.scale;
+    for (int i = 0; i < width; ++i) coded[i] = element[i] < 0 ? std::int16_t(0) : p.natural[element[i]];
+  }
+
+  const void* row(const Prepared& p, int r) const {
+    return path == REAL ? static_cast<const void*>(static_cast<const float*>(p.rows) +
+                                                   std::ptrdiff_t(r) * width)
+                        : static_cast<const std::int16_t*>(p.rows) + std::ptrdiff_t(r) * width;
+  }
+
+  // Scores of all row groups against tokens [first, last) of KV head h, at most SUPER of them.
+  bool score(const Prepared& p, const RowGroup* groups, int n_groups, int h, int first, int last,
+             void* tile, float* scales, float* out) const {
+    bool ok = true;
+    for (int t = first; t < last; t += TILE) {
+      const Rows rows{side.base + t * side.token_stride + h * side.head_stride, side.token_stride,
+                      std::min(TILE, last - t), side.dim};
+      ok &= isa.decode_keys[side.fmt](rows, table, tile, scales);
+      for (int g = 0; g < n_groups; ++g) {
+        const int w = groups[g].width;
+        isa.dot[path][width_index(w)](row(p, groups[g].first), width, p.scale + groups[g].first,
+                                      tile, scales, rows.n, side.dim,
+                                      out + groups[g].first * SUPER + (t - first) / 2 * w,
+                                      SUPER / 2 * w);
+      }
+    }
+    return ok;
+  }
+};
+
+int split_rows(int n, RowGroup* groups) {
+  int count = 0;
+  for (int r = 0; r < n;) {
+    const int left = n - r, width = left >= 3 ? 4 : left;
+    groups[count++] = {r, width};
+    r += width;
+  }
+  return count;
+}
+
+std::size_t tile_bytes(const Side& side) { return std::size_t(TILE) * padded(side.dim) * 4; }
+std::size_t scale_count(const Side& side) { return std::size_t(TILE) * groups_of(side.dim); }
+
+const float* query_row(const Query& q, int group, int kv_head, int row) {
+  return q.base + row / group * q.row_stride + (kv_head * group + row % group) * q.head_stride;
+}
+
+class Attention {
+ public:
+  Attention(const Kernels& isa, const Query& q, const Side& keys, const Side& values, Mask mask,
+            float scale, float* out)
+      : isa_(isa), q_(q), keys_(keys), values_(values), mask_(mask),
+        factor_(scale * 1.44269504088896340736f), out_(out), plan_(isa, keys_),
+        value_path_(path_of(values.fmt)), value_table_(value_table(values.fmt)),
+        value_spin_(values.fmt, values.dim), value_width_(padded(values.dim)),
+        group_(q.heads / keys.heads), rows_(q.n * group_), blocks_((rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS) {
+    order(values.fmt, values.dim, isa.value_element, value_element_);
+    // 64 tokens of weight x entry meet in one int32.
+    const double room = 2147483647.0 / (double(TILE) * std::max(1, value_table_.largest));
+    largest_weight_ = room < 32767 ? int(room) : 32767;
+    int span = 0;
+    for (int b = 0; b < blocks_; ++b) span = std::max(span, high(last_query(b)) - low(first_query(b)));
+    const int tasks = keys.heads * blocks_;
+    const int wanted = std::max(1, TARGET_TASKS / tasks);
+    const int most = std::max(1, (span + SMALLEST_CHUNK - 1) / SMALLEST_CHUNK);
+    const int chunks = std::min(wanted, most);
+    chunk_ = std::max(SUPER, up((span + chunks - 1) / chunks, SUPER));
+    chunks_ = std::max(1, (span + chunk_ - 1) / chunk_);
+  }
+
+  bool run(int threads) {
+    Pool& pool = Pool::get();
+    std::lock_guard<std::mutex> hold(pool.gate());
+    const int heads = keys_.heads, tasks = heads * blocks_ * chunks_;
+    const double work = double(rows_) * heads * keys_.n * (keys_.dim + values_.dim);
+    if (work < SERIAL_WORK) threads = 1;
+    Carver measure;
+    Worker layout;
+    carve(measure, layout);
+    const std::size_t bytes = measure.used();
+    for (int i = 0; i < std::max(1, threads); ++i) pool.scratch(i).at_least(bytes);
+    partial_ = static_cast<float*>(pool.shared().at_least(
+        chunks_ > 1 ? std::size_t(tasks) * partial_size() * sizeof(float) : 1));
+    std::atomic<bool> ok{true};
+    pool.run(tasks, threads, [&](int task, int worker) {
+      Worker w;
+      Carver c(pool.scratch(worker).at_least(bytes));
+      carve(c, w);
+      // Chunk-major: neighbouring tasks share the cache lines of a token-major cache.
+      const int chunk = task / (heads * blocks_), rest = task % (heads * blocks_);
+      if (!chunk_task(rest / blocks_, rest % blocks_, chunk, w)) ok = false;
+    });
+    if (chunks_ > 1)
+      pool.run(heads * blocks_, threads, [&](int task, int worker) {
+        Worker w;
+        Carver c(pool.scratch(worker).at_least(bytes));
+        carve(c, w);
+        merge(task / blocks_, task % blocks_, w);
+      });
+    return ok;
+  }
+
+ private:
+  struct Worker {
+    Prepared query;
+    void* tile;
+    float *scales, *scores, *products, *step, *sum_of_values, *maximum, *sum, *y;
+    std::int32_t* words;
+  };
+
+  void carve(Carver& c, Worker& w) const {
+    w.query.carve(c, keys_.dim);
+    w.tile = c.take<char>(std::max(tile_bytes(keys_), tile_bytes(values_)));
+    w.scales = c.take<float>(std::max(scale_count(keys_), scale_count(values_)));
+    w.scores = c.take<float>(std::size_t(BLOCK_ROWS) * SUPER);
+    w.products = c.take<float>(TILE * 4);
+    w.step = c.take<float>(std::size_t(groups_of(values_.dim)) * 4);
+    w.words = c.take<std::int32_t>(std::size_t(groups_of(values_.dim)) * TILE / 2 * 4);
+    w.sum_of_values = c.take<float>(std::size_t(BLOCK_ROWS) * value_width_);
+    w.maximum = c.take<float>(BLOCK_ROWS);
+    w.sum = c.take<float>(BLOCK_ROWS);
+    w.y = c.take<float>(std::size_t(value_width_));
+  }
+
+  // Tokens [low, high) that query i sees.
+  int high(int i) const { return mask_.causal ? keys_.n - q_.n + i + 1 : keys_.n; }
+  int low(int i) const {
+    return mask_.window ? std::max(0, keys_.n - q_.n + i - mask_.window + 1) : 0;
+  }
+  int rows_of(int block) const { return std::min(BLOCK_ROWS, rows_ - block * BLOCK_ROWS); }
+  int first_query(int block) const { return block * BLOCK_ROWS / group_; }
+  int last_query(int block) const { return (block * BLOCK_ROWS + rows_of(block) - 1) / group_; }
+
+  std::size_t partial_size() const { return std::size_t(BLOCK_ROWS) * (value_width_ + 2); }
+  float* partial(int head, int block, int chunk) const {
+    return partial_ + (std::size_t(head * blocks_ + block) * chunks_ + chunk) * partial_size();
+  }
+
+  bool chunk_task(int head, int block, int chunk, Worker& w) const {
+    const int n = rows_of(block);
+    RowGroup groups[BLOCK_ROWS];
+    const int n_groups = split_rows(n, groups);
+    const int all = groups[n_groups - 1].first + groups[n_groups - 1].width;
+    const int from = low(first_query(block)) + chunk * chunk_;
+    const int to = std::min(high(last_query(block)), from + chunk_);
+    for (int r = 0; r < all; ++r) {
+      w.maximum[r] = -HUGE_VALF;
+      w.sum[r] = 0;
+    }
+    std::memset(w.sum_of_values, 0, std::size_t(all) * value_width_ * sizeof(float));
+    bool ok = true;
+    if (from < to) {
+      const float factor = factor_ * (keys_.head_scale ? keys_.head_scale[head] : 1.f);
+      for (int r = 0; r < all; ++r)
+        plan_.prepare(r < n ? query_row(q_, group_, head, block * BLOCK_ROWS + r) : nullptr, factor,
+                      r, w.query);
+      for (int t = from; t < to; t += SUPER) {
+        const int end = std::min(to, t + SUPER);
+        ok &= plan_.score(w.query, groups, n_groups, head, t, end, w.tile, w.scales, w.scores);
+        for (int g = 0; g < n_groups; ++g) softmax(groups[g], block, n, t, end, w);
+        ok &= add_values(groups, n_groups, head, t, end, w);
+      }
+    }
+    if (chunks_ == 1) {
+      for (int r = 0; r < n; ++r)
+        finish(head, block * BLOCK_ROWS + r, w.sum_of_values + std::ptrdiff_t(r) * value_width_,
+               w.sum[r], w);
+    } else {
+      float* p = partial(head, block, chunk);
+      std::memcpy(p, w.maximum, BLOCK_ROWS * sizeof(float));
+      std::memcpy(p + BLOCK_ROWS, w.sum, BLOCK_ROWS * sizeof(float));
+      std::memcpy(p + 2 * BLOCK_ROWS, w.sum_of_values, std::size_t(n) * value_width_ * sizeof(float));
+    }
+    return ok;
+  }
+
+  void softmax(const RowGroup& group, int block, int n, int t, int end, Worker& w) const {
+    float* const s = w.scores + group.first * SUPER;
+    const int width = group.width, plane = SUPER / 2 * width, padded_end = std::min(t + SUPER, t + up(end - t, 32));
+    for (int j = 0; j < width; ++j) {
+      const int r = group.first + j, i = (block * BLOCK_ROWS + r) / group_;
+      const int first = r < n ? low(i) : end, last = r < n ? high(i) : end;
+      const auto hide = [&](int from, int to) {
+        for (int k = from - t; k < to - t; ++k) s[(k & 1) * plane + k / 2 * width + j] = -HUGE_VALF;
+      };
+      hide(t, std::min(first, padded_end));
+      hide(std::max(t, std::min(last, end)), padded_end);
+    }
+    float alpha[4];
+    if (!isa_.softmax[width_index(width)](s, plane, end - t, w.maximum + group.first,
+                                          w.sum + group.first, alpha))
+      return;
+    for (int j = 0; j < width; ++j)
+      isa_.scale_row(w.sum_of_values + std::ptrdiff_t(group.first + j) * value_width_, value_width_,
+                     alpha[j]);
+  }
+
+  bool add_values(const RowGroup* groups, int n_groups, int head, int first, int last,
+                  Worker& w) const {
+    bool ok = true;
+    const int columns = value_path_ == BLOCK ? groups_of(values_.dim) : value_path_ == ROW ? 1 : 0;
+    for (int t = first; t < last; t += TILE) {
+      const Rows rows{values_.base + t * values_.token_stride + head * values_.head_stride,
+                      values_.token_stride, std::min(TILE, last - t), values_.dim};
+      ok &= isa_.decode_values[values_.fmt](rows, value_table_, w.tile, w.scales);
+      for (int g = 0; g < n_groups; ++g) {
+        const int width = groups[g].width, index = width_index(width), plane = SUPER / 2 * width;
+        const float* p = w.scores + groups[g].first * SUPER + (t - first) / 2 * width;
+        for (int c = 0; c < columns; ++c) {
+          float* step = w.step + c * width;
+          isa_.weights[index](p, plane, w.scales + c * TILE, rows.n, largest_weight_, w.products,
+                              w.words + c * (TILE / 2) * width, step);
+          for (int j = 0; j < width; ++j) step[j] /= value_table_.scale;
+        }
+        isa_.accumulate[value_path_][index](
+            columns ? static_cast<const void*>(w.words) : p, plane, w.step, w.tile, rows.n,
+            values_.dim, w.sum_of_values + std::ptrdiff_t(groups[g].first) * value_width_,
+            value_width_);
+      }
+    }
+    return ok;
+  }
+
+  // Folds the partial results of the chunks, in order.
+  void merge(int head, int block, Worker& w) const {
+    for (int r = 0; r < rows_of(block); ++r) {
+      float top = -HUGE_VALF, sum = 0;
+      for (int c = 0; c < chunks_; ++c) top = std::max(top, partial(head, block, c)[r]);
+      float* const out = w.sum_of_values;
+      std::memset(out, 0, std::size_t(value_width_) * sizeof(float));
+      for (int c = 0; c < chunks_; ++c) {
+        const float* p = partial(head, block, c);
+        if (p[BLOCK_ROWS + r] == 0) continue;
+        const float weight = std::exp2(p[r] - top);
+        const float* v = p + 2 * BLOCK_ROWS + std::ptrdiff_t(r) * value_width_;
+        sum += weight * p[BLOCK_ROWS + r];
+        for (int i = 0; i < value_width_; ++i) out[i] += weight * v[i];
+      }
+      finish(head, block * BLOCK_ROWS + r, out, sum, w);
+    }
+  }
+
+  // Normalises, reorders and un-rotates one output row.
+  void finish(int head, int row, const float* values, float sum, Worker& w) const {
+    const int dim = values_.dim;
+    float* const to =
+        out_ + (std::ptrdiff_t(row / group_) * q_.heads + head * group_ + row % group_) * dim;
+    const float factor = (sum > 0 ? 1 / sum : 0) * (values_.head_scale ? values_.head_scale[head] : 1.f);
+    for (int p = 0; p < value_width_; ++p)
+      if (value_element_[p] >= 0) w.y[value_element_[p]] = values[p] * factor;
+    if (value_spin_.signs) {
+      isa_.rotate(w.y, dim, value_spin_.parts, value_spin_.n_parts);
+      for (int i = 0; i < dim; ++i) w.y[i] *= value_spin_.sign(i);
+    }
+    std::memcpy(to, w.y, std::size_t(dim) * sizeof(float));
+  }
+
+  const Kernels& isa_;
+  const Query q_;
+  const Side keys_, values_;
+  const Mask mask_;
+  const float factor_;
+  float* const out_;
+  const KeyPlan plan_;
+  const Path value_path_;
+  const Table value_table_;
+  const Spin value_spin_;
+  const int value_width_, group_, rows_, blocks_;
+  int value_element_[MAX_DIM + GROUP];
+  int largest_weight_, chunk_, chunks_;
+  float* partial_ = nullptr;
+};
+
+}  // namespace
+
+bool attention(const Kernels& isa, int threads, const Query& q, const Side& keys,
+               const Side& values, Mask mask, float scale, float* out) {
+  return Attention(isa, q, keys, values, mask, scale, out).run(threads);
+}
+
+bool scores(const Kernels& isa, int threads, const Query& q, const Side& keys, float* out) {
+  Pool& pool = Pool::get();
+  std::lock_guard<std::mutex> hold(pool.gate());
+  const KeyPlan plan(isa, keys);
+  const int group = q.heads / keys.heads, rows = q.n * group;
+  const int blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, supers = (keys.n + SUPER - 1) / SUPER;
+  struct Worker {
+    Prepared query;
+    void* tile;
+    float *scales, *scores;
+  };
+  const auto carve = [&](Carver& c, Worker& w) {
+    w.query.carve(c, keys.dim);
+    w.tile = c.take<char>(tile_bytes(keys));
+    w.scales = c.take<float>(scale_count(keys));
+    w.scores = c.take<float>(std::size_t(BLOCK_ROWS) * SUPER);
+  };
+  Carver measure;
+  Worker layout;
+  carve(measure, layout);
+  const std::size_t bytes = measure.used();
+  for (int i = 0; i < std::max(1, threads); ++i) pool.scratch(i).at_least(bytes);
+  std::atomic<bool> ok{true};
+  pool.run(keys.heads * blocks * supers, threads, [&](int task, int worker) {
+    Worker w;
+    Carver c(pool.scratch(worker).at_least(bytes));
+    carve(c, w);
+    const int super = task / (keys.heads * blocks), rest = task % (keys.heads * blocks);
+    const int head = rest / blocks, first = rest % blocks * BLOCK_ROWS;
+    const int n = std::min(BLOCK_ROWS, rows - first);
+    RowGroup groups[BLOCK_ROWS];
+    const int n_groups = split_rows(n, groups);
+    const int all = groups[n_groups - 1].first + groups[n_groups - 1].width;
+    const float factor = keys.head_scale ? keys.head_scale[head] : 1.f;
+    for (int r = 0; r < all; ++r)
+      plan.prepare(r < n ? query_row(q, group, head, first + r) : nullptr, factor, r, w.query);
+    const int t0 = super * SUPER, t1 = std::min(keys.n, t0 + SUPER);
+    if (!plan.score(w.query, groups, n_groups, head, t0, t1, w.tile, w.scales, w.scores)) ok = false;
+    for (int g = 0; g < n_groups; ++g)
+      for (int j = 0; j < groups[g].width && groups[g].first + j < n; ++j) {
+        const int row = first + groups[g].first + j, width = groups[g].width;
+        float* to = out + (std::ptrdiff_t(row / group) * q.heads + head * group + row % group) * keys.n;
+        const float* s = w.scores + groups[g].first * SUPER + j;
+        for (int t = t0; t < t1; ++t)
+          to[t] = s[((t - t0) & 1) * (SUPER / 2) * width + (t - t0) / 2 * width];
+      }
+  });
+  return ok;
+}
+
+}  // namespace kvproof

@@ -1,0 +1,133 @@
+// Interface between the driver (attention.cpp, codec.cpp) and the leaf kernels of one instruction
+// set.
+//
+// The row-major bytes of a format are the cache layout: kernels read rows in place through a base
+// pointer and a token stride. A leaf works on a tile of at most TILE tokens of one KV head; the
+// driver strings leaves together and owns threads, masks and merging.
+//
+// Three paths lead to a dot product, by where a format keeps its scale:
+//   row    one scale a row, integer codes:   16-bit query x 16-bit codes in int32, scaled per token
+//   block  one scale per 32 values:          the same, flushed to float every 32 values
+//   real   float elements:                   float FMA
+//
+// Tokens of a tile are split by parity, because V is multiplied as pairs of tokens (one int16
+// multiply-add takes two): scores, probabilities and row scales live in two planes,
+// [parity][token / 2][row].
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvproof {
+
+enum Fmt : int { F16, BF16, FP8_E4M3, Q8_0, Q4_0, TBQ4_0, TBQ3_0, TQ4, TQ3, FORMATS };
+enum Path : int { ROW, BLOCK, REAL, PATHS };
+
+constexpr int TILE = 64;        // tokens decoded at once: 64 x 128 int16 is half of a 32 KiB L1
+constexpr int SUPER = 256;      // tokens per softmax step
+constexpr int MAX_DIM = 4096;   // widest row
+constexpr int GROUP = 32;       // codes per decoding step, also the block of the block formats
+constexpr int QMAX = 16383;     // largest quantised query value
+constexpr int WIDTHS = 3;       // row-group widths: 1, 2 and 4 query rows share each load
+
+constexpr Path path_of(int f) {
+  return f <= FP8_E4M3 ? REAL : f <= TBQ3_0 ? BLOCK : ROW;
+}
+
+// Bytes of a block, or of an element; 0 for whole-row formats.
+constexpr int block_bytes(int f) {
+  constexpr int bytes[FORMATS] = {2, 2, 1, 34, 18, 18, 14, 0, 0};
+  return bytes[f];
+}
+
+constexpr std::ptrdiff_t row_bytes(int f, int dim) {
+  switch (path_of(f)) {
+    case REAL: return std::ptrdiff_t(block_bytes(f)) * dim;
+    case BLOCK: return std::ptrdiff_t(block_bytes(f)) * (dim / GROUP);
+    default: return std::ptrdiff_t(dim) * (f == TQ4 ? 4 : 3) / 8 + 2;
+  }
+}
+
+constexpr int groups_of(int dim) { return (dim + GROUP - 1) / GROUP; }
+constexpr int padded(int dim) { return groups_of(dim) * GROUP; }
+
+// n tokens of one KV head.
+struct Rows {
+  const std::uint8_t* base;
+  std::ptrdiff_t stride;
+  int n;
+  int dim;
+};
+
+// Integer table of a codebook: value = entry / scale. 8-entry books are repeated to 16.
+struct Table {
+  std::int16_t entry[16];
+  float scale;
+  int largest;
+};
+
+// Everything about a codebook format that Python hands over at import.
+struct Book {
+  int count = 0;             // 8 or 16
+  float value[16] = {};      // ascending
+  float cut[15] = {};        // code = number of cuts < z
+  float start = 0;           // row formats: first unit of a unit-variance row
+  Table key = {}, value_side = {};
+};
+
+struct Counts {
+  std::int64_t saturated = 0, flushed = 0;
+};
+
+struct RowGroup {            // up to 4 query rows that share K and V loads
+  int first, width;          // width 1, 2 or 4; rows beyond the block are padding
+};
+
+// One table per instruction set. Widths are indexed 0, 1, 2 for 1, 2, 4 rows.
+struct Kernels {
+  const char* name;
+  int (*key_element)(int position);    // position 0..31 of a decoded group -> its code
+  int (*value_element)(int position);
+
+  // Decode a tile into scratch: int16 [token][padded dim], or float. Scales go to
+  // scales[(t & 1) * TILE / 2 + t / 2] (row) or scales[t * groups + g] (block).
+  // False if a stored scale is NaN or infinite.
+  bool (*decode_keys[FORMATS])(const Rows&, const Table&, void* out, float* scales);
+  // int16 pairs [token / 2][padded dim][2] with scales[g * TILE + (t & 1) * TILE / 2 + t / 2], or
+  // float [token][padded dim].
+  bool (*decode_values[FORMATS])(const Rows&, const Table&, void* out, float* scales);
+
+  // Scores of `width` rows against n decoded tokens, to the two planes at out.
+  void (*dot[PATHS][WIDTHS])(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
+                             const void* keys, const float* scales, int n, int dim, float* out,
+                             std::ptrdiff_t plane);
+  // Online softmax (base 2) over n tokens in two planes: scores become probabilities relative to
+  // the new maximum; returns true if an earlier sum has to be multiplied by alpha.
+  bool (*softmax[WIDTHS])(float* scores, std::ptrdiff_t plane, int n, float* maximum, float* sum,
+                          float* alpha);
+  // 16-bit weight pairs of probability x stored scale: words [token / 2][width], step [width].
+  void (*weights[WIDTHS])(const float* probability, std::ptrdiff_t plane, const float* scales,
+                          int n, int largest, float* scratch, std::int32_t* words, float* step);
+  // out[row][padded dim] += weights x values
+  void (*accumulate[PATHS][WIDTHS])(const void* weights, std::ptrdiff_t plane, const float* step,
+                                    const void* values, int n, int dim, float* out,
+                                    std::ptrdiff_t out_stride);
+
+  void (*scale_row)(float* x, int n, float factor);
+  // Query row (stored domain, natural order) -> int16 in natural order; returns the step.
+  float (*quantize)(const float* x, int n, int largest, std::int16_t* out);
+  void (*rotate)(float* x, int dim, const int* parts, int n_parts);  // Hadamard blocks, normalised
+
+  // One row. `y` is scratch of dim floats in the stored domain, overwritten.
+  void (*encode[FORMATS])(float* y, int dim, const Book&, std::uint8_t* out, Counts&);
+  bool (*decode[FORMATS])(const std::uint8_t* row, int dim, const Book&, float* out);
+  bool (*finite)(const float* x, std::ptrdiff_t n);
+};
+
+extern const Kernels kernels_scalar;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+}  // namespace kvproof

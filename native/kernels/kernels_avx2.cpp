@@ -1,0 +1,176 @@
+// AVX2 + FMA + F16C kernels.
+//
+// A table of 16 int16 is two byte shuffles (low and high bytes) and an interleave; one vpmaddwd and
+// one vpaddd take 16 products. On Zen 3 both halves of a decode attention are then bound by the
+// four vector pipes: per 64 codes 14 operations to decode and 8 per query row.
+#if defined(__x86_64__)
+#include "codes_avx2.h"
+#include "leaf.h"
+
+namespace kvproof {
+namespace {
+
+struct Avx2 : CodesAvx2 {
+  static constexpr int LANES = 8;
+  using F = __m256;
+  using W = __m256i;
+
+  struct Lut {
+    __m256i low, high;
+    explicit Lut(const std::int16_t* e) {
+      alignas(16) std::uint8_t l[16], h[16];
+      for (int i = 0; i < 16; ++i) {
+        l[i] = std::uint8_t(e[i]);
+        h[i] = std::uint8_t(e[i] >> 8);
+      }
+      low = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(l)));
+      high = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(h)));
+    }
+  };
+
+  static F zero() { return _mm256_setzero_ps(); }
+  static F set(float x) { return _mm256_set1_ps(x); }
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.f), a); }
+  static F mask_above(F x, F limit) { return _mm256_cmp_ps(x, limit, _CMP_GT_OQ); }
+  static F above(F x, float limit, F value) {
+    return _mm256_and_ps(mask_above(x, set(limit)), value);
+  }
+  static F if_above(F x, F limit, float value) {
+    return _mm256_and_ps(mask_above(x, limit), set(value));
+  }
+  static F scale_by_power(F p, W n) {
+    const W bits = _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(p, _mm256_castsi256_ps(bits));
+  }
+
+  static W zero_words() { return _mm256_setzero_si256(); }
+  static W set_words(std::int32_t x) { return _mm256_set1_epi32(x); }
+  static W load_words(const std::int16_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static void store_words(std::int32_t* p, W x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+  }
+  static W madd(W acc, W a, W b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+  static W pair(W even, W odd) {
+    return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa);
+  }
+  static W count_above(W count, F x, F limit) {  // a true lane is -1
+    return _mm256_sub_epi32(count, _mm256_castps_si256(mask_above(x, limit)));
+  }
+  static F to_float(W x) { return _mm256_cvtepi32_ps(x); }
+  static W to_words(F x) { return _mm256_cvtps_epi32(x); }
+
+  // Sums of eight registers, one per lane: transpose and add.
+  static F reduce(const F* a) {
+    F h[4], v[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      h[i] = add(_mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]),
+                 _mm256_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const __m256d x = _mm256_castps_pd(h[2 * i]), y = _mm256_castps_pd(h[2 * i + 1]);
+      v[i] = add(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)),
+                 _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+    }
+    return add(_mm256_permute2f128_ps(v[0], v[1], 0x20), _mm256_permute2f128_ps(v[0], v[1], 0x31));
+  }
+  static W reduce(const W* a) {
+    W h[4], v[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      h[i] = _mm256_add_epi32(_mm256_unpacklo_epi32(a[2 * i], a[2 * i + 1]),
+                              _mm256_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i)
+      v[i] = _mm256_add_epi32(_mm256_unpacklo_epi64(h[2 * i], h[2 * i + 1]),
+                              _mm256_unpackhi_epi64(h[2 * i], h[2 * i + 1]));
+    return _mm256_add_epi32(_mm256_permute2x128_si256(v[0], v[1], 0x20),
+                            _mm256_permute2x128_si256(v[0], v[1], 0x31));
+  }
+
+  template <int N>
+  static F repeat(const float* p) {
+    if constexpr (N == 1) return _mm256_broadcast_ss(p);
+    else if constexpr (N == 2)
+      return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
+    else return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  }
+  template <int N>
+  static F spread(const float* p) {
+    if constexpr (N == 1) return load(p);
+    else if constexpr (N == 2)
+      return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)),
+                                      _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+    else return _mm256_set_m128(_mm_broadcast_ss(p + 1), _mm_broadcast_ss(p));
+  }
+
+  // Hadamard over the eight lanes: each level adds the partner, with odd halves negated.
+  static F butterflies(F x) {
+    const F s1 = _mm256_castsi256_ps(_mm256_set1_epi64x(std::int64_t(0x8000000000000000)));
+    const F s2 = _mm256_setr_ps(0.f, 0.f, -0.f, -0.f, 0.f, 0.f, -0.f, -0.f);
+    const F s4 = _mm256_setr_ps(0.f, 0.f, 0.f, 0.f, -0.f, -0.f, -0.f, -0.f);
+    x = add(_mm256_permute_ps(x, 0xb1), _mm256_xor_ps(x, s1));
+    x = add(_mm256_permute_ps(x, 0x4e), _mm256_xor_ps(x, s2));
+    return add(_mm256_permute2f128_ps(x, x, 0x01), _mm256_xor_ps(x, s4));
+  }
+
+  static F load_f16(const std::uint8_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static F load_bf16(const std::uint8_t* p) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+  }
+  static F load_fp8(const std::uint8_t* p) {
+    // The bits of a half 256 times smaller; 0x7f is NaN.
+    const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m128i body = _mm_and_si128(x, _mm_set1_epi16(0x7f));
+    const __m128i nan = _mm_srli_epi16(_mm_cmpeq_epi16(body, _mm_set1_epi16(0x7f)), 1);
+    const __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
+    const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(body, 7), sign), nan);
+    return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.f));
+  }
+
+  static void put(std::int16_t* p, __m256i x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+  }
+  static void widen(const Lut& lut, __m256i codes, std::int16_t* out) {
+    const __m256i l = _mm256_shuffle_epi8(lut.low, codes), h = _mm256_shuffle_epi8(lut.high, codes);
+    put(out, _mm256_unpacklo_epi8(l, h));
+    put(out + 16, _mm256_unpackhi_epi8(l, h));
+  }
+  static void widen_signed(__m256i codes, std::int16_t* out) {
+    put(out, _mm256_srai_epi16(_mm256_unpacklo_epi8(codes, codes), 8));
+    put(out + 16, _mm256_srai_epi16(_mm256_unpackhi_epi8(codes, codes), 8));
+  }
+  static void store_keys(const Lut& lut, Codes codes, std::int16_t* out) { widen(lut, codes, out); }
+  static void store_keys_signed(Codes codes, std::int16_t* out) { widen_signed(codes, out); }
+  static void store_values(const Lut& lut, Codes a, Codes b, std::int16_t* out) {
+    widen(lut, _mm256_unpacklo_epi8(a, b), out);
+    widen(lut, _mm256_unpackhi_epi8(a, b), out + 32);
+  }
+  static void store_values_signed(Codes a, Codes b, std::int16_t* out) {
+    widen_signed(_mm256_unpacklo_epi8(a, b), out);
+    widen_signed(_mm256_unpackhi_epi8(a, b), out + 32);
+  }
+  // Interleaves work within 128-bit lanes: vector v of keys holds codes 8v.. of each lane's 16,
+  // vector v of value pairs 4v.. of them.
+  static int key_element(int p) { return p % 16 / 8 * 16 + p / 16 * 8 + p % 8; }
+  static int value_element(int p) { return p % 8 / 4 * 16 + p / 8 * 4 + p % 4; }
+};
+
+}  // namespace
+
+constinit const Kernels kernels_avx2 = make_kernels<Avx2>("avx2");
+
+}  // namespace kvproof
+#endif

@@ -1,0 +1,172 @@
+// AVX-512 kernels (F, BW, DQ, VL, VNNI, VBMI).
+//
+// The table lookup is one vpermw on 16-bit lanes and vpdpwssd takes 32 products. Codes are unpacked
+// by the 256-bit instructions of codes_avx2.h.
+#if defined(__x86_64__)
+#include "codes_avx2.h"
+#include "leaf.h"
+
+namespace kvproof {
+namespace {
+
+struct Avx512 : CodesAvx2 {
+  static constexpr int LANES = 16;
+  using F = __m512;
+  using W = __m512i;
+
+  struct Lut {
+    __m512i table;  // 16 entries twice: vpermw looks at five bits
+    explicit Lut(const std::int16_t* e)
+        : table(_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(e)))) {}
+  };
+
+  static F zero() { return _mm512_setzero_ps(); }
+  static F set(float x) { return _mm512_set1_ps(x); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F abs(F a) { return _mm512_abs_ps(a); }
+  static F above(F x, float limit, F value) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set(limit), _CMP_GT_OQ), value);
+  }
+  static F if_above(F x, F limit, float value) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), set(value));
+  }
+  static F scale_by_power(F p, W n) {
+    const W bits = _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23);
+    return _mm512_mul_ps(p, _mm512_castsi512_ps(bits));
+  }
+
+  static W zero_words() { return _mm512_setzero_si512(); }
+  static W set_words(std::int32_t x) { return _mm512_set1_epi32(x); }
+  static W load_words(const std::int16_t* p) { return _mm512_loadu_si512(p); }
+  static void store_words(std::int32_t* p, W x) { _mm512_storeu_si512(p, x); }
+  static W madd(W acc, W a, W b) { return _mm512_dpwssd_epi32(acc, a, b); }
+  static W pair(W even, W odd) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
+  }
+  static W count_above(W count, F x, F limit) {
+    return _mm512_mask_add_epi32(count, _mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), count,
+                                 _mm512_set1_epi32(1));
+  }
+  static F to_float(W x) { return _mm512_cvtepi32_ps(x); }
+  static W to_words(F x) { return _mm512_cvtps_epi32(x); }
+
+  // Sums of sixteen registers, one per lane: transpose and add, first within 128-bit lanes.
+  static F reduce(const F* a) {
+    F h[8], v[4], s[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+      h[i] = add(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]),
+                 _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512d x = _mm512_castps_pd(h[2 * i]), y = _mm512_castps_pd(h[2 * i + 1]);
+      v[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                 _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i)
+      s[i] = add(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44),
+                 _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee));
+    return add(_mm512_shuffle_f32x4(s[0], s[1], 0x88), _mm512_shuffle_f32x4(s[0], s[1], 0xdd));
+  }
+  static W reduce(const W* a) {
+    W h[8], v[4], s[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+      h[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]),
+                              _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      v[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(h[2 * i], h[2 * i + 1]),
+                              _mm512_unpackhi_epi64(h[2 * i], h[2 * i + 1]));
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i)
+      s[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0x44),
+                              _mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0xee));
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(s[0], s[1], 0x88),
+                            _mm512_shuffle_i32x4(s[0], s[1], 0xdd));
+  }
+
+  template <int N>
+  static F repeat(const float* p) {
+    if constexpr (N == 1) return set(*p);
+    else if constexpr (N == 2) {
+      double both;
+      std::memcpy(&both, p, 8);
+      return _mm512_castpd_ps(_mm512_set1_pd(both));
+    } else return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+  }
+  template <int N>
+  static F spread(const float* p) {
+    if constexpr (N == 1) return load(p);
+    else if constexpr (N == 2)
+      return _mm512_permutexvar_ps(
+          _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
+          _mm512_castps256_ps512(_mm256_loadu_ps(p)));
+    else
+      return _mm512_permutexvar_ps(
+          _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+          _mm512_castps128_ps512(_mm_loadu_ps(p)));
+  }
+
+  // Hadamard over the sixteen lanes: each level adds the partner, with odd halves negated.
+  static F negated(F x, __mmask16 lanes) {
+    return _mm512_mask_xor_ps(x, lanes, x, _mm512_set1_ps(-0.f));
+  }
+  static F butterflies(F x) {
+    x = add(_mm512_permute_ps(x, 0xb1), negated(x, 0xaaaa));
+    x = add(_mm512_permute_ps(x, 0x4e), negated(x, 0xcccc));
+    x = add(_mm512_shuffle_f32x4(x, x, 0xb1), negated(x, 0xf0f0));
+    return add(_mm512_shuffle_f32x4(x, x, 0x4e), negated(x, 0xff00));
+  }
+
+  static F load_f16(const std::uint8_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static F load_bf16(const std::uint8_t* p) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+  static F load_fp8(const std::uint8_t* p) {
+    // The bits of a half 256 times smaller; 0x7f is NaN.
+    const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i body = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
+    const __m256i nan = _mm256_srli_epi16(_mm256_cmpeq_epi16(body, _mm256_set1_epi16(0x7f)), 1);
+    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
+    const __m256i half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(body, 7), sign), nan);
+    return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.f));
+  }
+
+  static void widen(const Lut& lut, __m256i codes, std::int16_t* out) {
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(codes), lut.table));
+  }
+  static void widen_signed(__m256i codes, std::int16_t* out) {
+    _mm512_storeu_si512(out, _mm512_cvtepi8_epi16(codes));
+  }
+  static void store_keys(const Lut& lut, Codes codes, std::int16_t* out) { widen(lut, codes, out); }
+  static void store_keys_signed(Codes codes, std::int16_t* out) { widen_signed(codes, out); }
+  static void store_values(const Lut& lut, Codes a, Codes b, std::int16_t* out) {
+    widen(lut, _mm256_unpacklo_epi8(a, b), out);
+    widen(lut, _mm256_unpackhi_epi8(a, b), out + 32);
+  }
+  static void store_values_signed(Codes a, Codes b, std::int16_t* out) {
+    widen_signed(_mm256_unpacklo_epi8(a, b), out);
+    widen_signed(_mm256_unpackhi_epi8(a, b), out + 32);
+  }
+  // Keys come out in natural order; value pairs are interleaved within 128-bit lanes of bytes.
+  static int key_element(int p) { return p; }
+  static int value_element(int p) { return p % 16 / 8 * 16 + p / 16 * 8 + p % 8; }
+};
+
+}  // namespace
+
+constinit const Kernels kernels_avx512 = make_kernels<Avx512>("avx512");
+
+}  // namespace kvproof
+#endif

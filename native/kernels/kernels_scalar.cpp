@@ -1,0 +1,204 @@
+// Scalar kernels: the operations of leaf.h as plain loops over four lanes, no intrinsics.
+#include "leaf.h"
+
+namespace kvproof {
+namespace {
+
+struct Scalar {
+  static constexpr int LANES = 4;
+  struct F {
+    float v[4];
+  };
+  struct W {  // 32-bit words; as multiplicands, pairs of int16 (low half first)
+    std::int32_t v[4];
+  };
+  struct Codes {
+    std::uint8_t c[GROUP];
+  };
+  struct Lut {
+    const std::int16_t* entry;
+    explicit Lut(const std::int16_t* e) : entry(e) {}
+  };
+
+  template <class Op>
+  static F each(Op op) {
+    F out;
+    for (int i = 0; i < 4; ++i) out.v[i] = op(i);
+    return out;
+  }
+  template <class Op>
+  static W each_word(Op op) {
+    W out;
+    for (int i = 0; i < 4; ++i) out.v[i] = op(i);
+    return out;
+  }
+
+  static F zero() { return set(0); }
+  static F set(float x) {
+    return each([=](int) { return x; });
+  }
+  static F load(const float* p) {
+    return each([=](int i) { return p[i]; });
+  }
+  static void store(float* p, F x) { std::memcpy(p, x.v, sizeof x.v); }
+  static F add(F a, F b) {
+    return each([=](int i) { return a.v[i] + b.v[i]; });
+  }
+  static F sub(F a, F b) {
+    return each([=](int i) { return a.v[i] - b.v[i]; });
+  }
+  static F mul(F a, F b) {
+    return each([=](int i) { return a.v[i] * b.v[i]; });
+  }
+  static F fma(F a, F b, F c) {
+    return each([=](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+  }
+  static F max(F a, F b) {
+    return each([=](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  static F abs(F a) {
+    return each([=](int i) { return __builtin_fabsf(a.v[i]); });
+  }
+  static F above(F x, float limit, F value) {
+    return each([=](int i) { return x.v[i] > limit ? value.v[i] : 0; });
+  }
+  static F if_above(F x, F limit, float value) {
+    return each([=](int i) { return x.v[i] > limit.v[i] ? value : 0; });
+  }
+  static F scale_by_power(F p, W n) {
+    return each([=](int i) { return p.v[i] * from_bits(std::uint32_t(n.v[i] + 127) << 23); });
+  }
+
+  static W zero_words() { return set_words(0); }
+  static W set_words(std::int32_t x) {
+    return each_word([=](int) { return x; });
+  }
+  static W load_words(const std::int16_t* p) {
+    W out;
+    std::memcpy(out.v, p, sizeof out.v);
+    return out;
+  }
+  static void store_words(std::int32_t* p, W x) { std::memcpy(p, x.v, sizeof x.v); }
+  static W madd(W acc, W a, W b) {
+    return each_word([=](int i) {
+      return acc.v[i] + std::int16_t(a.v[i]) * std::int16_t(b.v[i]) +
+             (a.v[i] >> 16) * (b.v[i] >> 16);
+    });
+  }
+  static W pair(W even, W odd) {
+    return each_word([=](int i) {
+      return std::int32_t(std::uint32_t(odd.v[i]) << 16 | (std::uint32_t(even.v[i]) & 0xffff));
+    });
+  }
+  static W count_above(W count, F x, F limit) {
+    return each_word([=](int i) { return count.v[i] + (x.v[i] > limit.v[i]); });
+  }
+  static F to_float(W x) {
+    return each([=](int i) { return float(x.v[i]); });
+  }
+  static W to_words(F x) {  // adding 1.5 * 2^23 rounds to nearest even; |x| stays below 2^22
+    return each_word([=](int i) {
+      return std::int32_t(to_bits(x.v[i] + 12582912.f) - to_bits(12582912.f));
+    });
+  }
+  static F reduce(const F* a) {
+    return each([=](int i) { return (a[i].v[0] + a[i].v[1]) + (a[i].v[2] + a[i].v[3]); });
+  }
+  static W reduce(const W* a) {
+    return each_word([=](int i) { return a[i].v[0] + a[i].v[1] + a[i].v[2] + a[i].v[3]; });
+  }
+  template <int N>
+  static F repeat(const float* p) {
+    return each([=](int i) { return p[i % N]; });
+  }
+  template <int N>
+  static F spread(const float* p) {
+    return each([=](int i) { return p[i / N]; });
+  }
+  static F butterflies(F x) {
+    const float a = x.v[0] + x.v[1], b = x.v[0] - x.v[1];
+    const float c = x.v[2] + x.v[3], d = x.v[2] - x.v[3];
+    return {{a + c, b + d, a - c, b - d}};
+  }
+
+  static F load_f16(const std::uint8_t* p) {
+    return each([=](int i) { return half_to_float(load_u16(p + 2 * i)); });
+  }
+  static F load_bf16(const std::uint8_t* p) {
+    return each([=](int i) { return from_bits(std::uint32_t(load_u16(p + 2 * i)) << 16); });
+  }
+  static F load_fp8(const std::uint8_t* p) {
+    return each([=](int i) {  // the bits of a half 256 times smaller, and NaN at 0x7f
+      const unsigned body = p[i] & 0x7f, sign = unsigned(p[i] & 0x80) << 8;
+      return half_to_float(std::uint16_t(sign | (body == 0x7f ? 0x7fff : body << 7))) * 256;
+    });
+  }
+
+  static Codes codes4(const std::uint8_t* p) {
+    Codes out;
+    for (int j = 0; j < 16; ++j) {
+      out.c[j] = p[j] & 15;
+      out.c[j + 16] = p[j] >> 4;
+    }
+    return out;
+  }
+  static Codes codes4_half(const std::uint8_t* p) {
+    std::uint8_t bytes[16] = {};
+    std::memcpy(bytes, p, 8);
+    return codes4(bytes);
+  }
+  static Codes codes3_planes(const std::uint8_t* low, const std::uint8_t* high) {
+    Codes out;
+    for (int i = 0; i < GROUP; ++i)
+      out.c[i] = std::uint8_t((low[i % 8] >> i / 8 * 2 & 3) | (high[i / 8] >> i % 8 & 1) << 2);
+    return out;
+  }
+  static Codes codes3_planes_half(const std::uint8_t* low, const std::uint8_t* high) {
+    std::uint8_t bytes[8] = {}, bits[4];
+    std::memcpy(bytes, low, 4);
+    for (int s = 0; s < 4; ++s) bits[s] = high[s / 2] >> s % 2 * 4 & 15;
+    return codes3_planes(bytes, bits);
+  }
+  static Codes codes3_stream(const std::uint8_t* p) {
+    Codes out;
+    for (int i = 0; i < GROUP; i += 8) {
+      const std::uint32_t bits = p[0] | p[1] << 8 | p[2] << 16;
+      for (int j = 0; j < 8; ++j) out.c[i + j] = bits >> 3 * j & 7;
+      p += 3;
+    }
+    return out;
+  }
+  static Codes codes8(const std::uint8_t* p) {
+    Codes out;
+    std::memcpy(out.c, p, GROUP);
+    return out;
+  }
+  static void store_codes(std::uint8_t* p, const Codes& codes) { std::memcpy(p, codes.c, GROUP); }
+
+  static void store_keys(const Lut& lut, const Codes& codes, std::int16_t* out) {
+    for (int i = 0; i < GROUP; ++i) out[i] = lut.entry[codes.c[i] & 15];
+  }
+  static void store_keys_signed(const Codes& codes, std::int16_t* out) {
+    for (int i = 0; i < GROUP; ++i) out[i] = std::int8_t(codes.c[i]);
+  }
+  static void store_values(const Lut& lut, const Codes& a, const Codes& b, std::int16_t* out) {
+    for (int i = 0; i < GROUP; ++i) {
+      out[2 * i] = lut.entry[a.c[i] & 15];
+      out[2 * i + 1] = lut.entry[b.c[i] & 15];
+    }
+  }
+  static void store_values_signed(const Codes& a, const Codes& b, std::int16_t* out) {
+    for (int i = 0; i < GROUP; ++i) {
+      out[2 * i] = std::int8_t(a.c[i]);
+      out[2 * i + 1] = std::int8_t(b.c[i]);
+    }
+  }
+  static int key_element(int position) { return position; }
+  static int value_element(int position) { return position; }
+};
+
+}  // namespace
+
+constinit const Kernels kernels_scalar = make_kernels<Scalar>("scalar");
+
+}  // namespace kvproof

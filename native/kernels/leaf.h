@@ -1,0 +1,715 @@
+// Leaf kernels as templates over an instruction set I. Each kernels_<isa>.cpp defines I, includes
+// this file and is compiled with that set's flags; everything sits in an unnamed namespace, so that
+// no code compiled for one set is ever linked into another.
+//
+// I provides: LANES float lanes; F (floats) and W (LANES words of 32 bits, each also two int16)
+// with the operations used below; Codes, the 32 code bytes of one group in natural order; Lut, the
+// int16 table in registers; and the order in which decoded groups come out (key_element,
+// value_element), which the driver undoes on the query and on the output.
+#pragma once
+
+#include "half.h"
+#include "kernels.h"
+
+namespace kvproof {
+namespace {
+
+inline int smaller(int a, int b) { return a < b ? a : b; }
+
+// ---- decode a tile -------------------------------------------------------------------------------
+
+// Bytes from one group of codes to the next.
+template <int F>
+constexpr int group_bytes = F == TQ4 ? 16 : F == TQ3 ? 8 : block_bytes(F);
+
+template <class I, int F>
+inline typename I::Codes group_codes(const std::uint8_t* row, int g, int dim) {
+  if constexpr (F == TQ4) {
+    const std::uint8_t* p = row + 16 * g;
+    return GROUP * (g + 1) <= dim ? I::codes4(p) : I::codes4_half(p);
+  } else if constexpr (F == TQ3) {
+    const std::uint8_t *low = row + 8 * g, *high = row + dim / 4 + 4 * g;
+    return GROUP * (g + 1) <= dim ? I::codes3_planes(low, high) : I::codes3_planes_half(low, high);
+  } else {
+    const std::uint8_t* p = row + block_bytes(F) * g + 2;
+    if constexpr (F == Q8_0) return I::codes8(p);
+    else if constexpr (F == TBQ3_0) return I::codes3_stream(p);
+    else return I::codes4(p);
+  }
+}
+
+// A stored scale; a NaN or infinity clears ok and reads as 0.
+inline float stored_scale(const std::uint8_t* p, bool& ok) {
+  const std::uint16_t h = load_u16(p);
+  if ((h & 0x7c00) == 0x7c00) {
+    ok = false;
+    return 0;
+  }
+  return half_to_float(h);
+}
+
+template <class I, int F>
+bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* scales) {
+  const typename I::Lut lut(table.entry);
+  const int groups = groups_of(rows.dim);
+  auto* o = static_cast<std::int16_t*>(out);
+  bool ok = true;
+  const std::ptrdiff_t unit_at = row_bytes(F, rows.dim) - 2;
+  for (int t = 0; t < rows.n; ++t) {
+    const std::uint8_t* row = rows.base + t * rows.stride;
+    for (int g = 0; g < groups; ++g, o += GROUP) {
+      const typename I::Codes codes = group_codes<I, F>(row, g, rows.dim);
+      if constexpr (F == Q8_0) I::store_keys_signed(codes, o);
+      else I::store_keys(lut, codes, o);
+      if constexpr (path_of(F) == BLOCK)
+        scales[t * groups + g] = stored_scale(row + block_bytes(F) * g, ok);
+    }
+    if constexpr (path_of(F) == ROW)
+      scales[(t & 1) * (TILE / 2) + t / 2] = stored_scale(row + unit_at, ok);
+  }
+  return ok;
+}
+
+template <class I, int F>
+bool decode_values_coded(const Rows& rows, const Table& table, void* out, float* scales) {
+  // Partner of an odd last token: its weight is 0, its bytes only have to be readable.
+  alignas(64) static const std::uint8_t zeros[MAX_DIM / GROUP * 34 + 64] = {};
+  const typename I::Lut lut(table.entry);
+  const int groups = groups_of(rows.dim);
+  auto* o = static_cast<std::int16_t*>(out);
+  bool ok = true;
+  const std::ptrdiff_t unit_at = row_bytes(F, rows.dim) - 2;
+  for (int t = 0; t < rows.n; t += 2) {
+    const std::uint8_t* a = rows.base + t * rows.stride;
+    const std::uint8_t* b = t + 1 < rows.n ? a + rows.stride : zeros;
+    for (int g = 0; g < groups; ++g, o += 2 * GROUP) {
+      const typename I::Codes ca = group_codes<I, F>(a, g, rows.dim);
+      const typename I::Codes cb = group_codes<I, F>(b, g, rows.dim);
+      if constexpr (F == Q8_0) I::store_values_signed(ca, cb, o);
+      else I::store_values(lut, ca, cb, o);
+      if constexpr (path_of(F) == BLOCK) {
+        float* s = scales + g * TILE + t / 2;
+        s[0] = stored_scale(a + block_bytes(F) * g, ok);
+        s[TILE / 2] = stored_scale(b + block_bytes(F) * g, ok);
+      }
+    }
+    if constexpr (path_of(F) == ROW) {
+      scales[t / 2] = stored_scale(a + unit_at, ok);
+      scales[TILE / 2 + t / 2] = stored_scale(b + unit_at, ok);
+    }
+  }
+  return ok;
+}
+
+template <class I, int F>
+inline typename I::F load_real(const std::uint8_t* p) {
+  if constexpr (F == F16) return I::load_f16(p);
+  else if constexpr (F == BF16) return I::load_bf16(p);
+  else return I::load_fp8(p);
+}
+
+template <class I, int F>
+bool decode_real(const Rows& rows, const Table&, void* out, float*) {
+  constexpr int L = I::LANES, size = block_bytes(F);
+  const int whole = rows.dim / L * L, width = padded(rows.dim);
+  typename I::F check = I::zero();  // 0 * x is NaN exactly where x is not finite
+  for (int t = 0; t < rows.n; ++t) {
+    const std::uint8_t* p = rows.base + t * rows.stride;
+    float* o = static_cast<float*>(out) + std::ptrdiff_t(t) * width;
+    for (int d = 0; d < whole; d += L) {
+      const typename I::F x = load_real<I, F>(p + d * size);
+      check = I::fma(x, I::zero(), check);
+      I::store(o + d, x);
+    }
+    if (whole < rows.dim) {
+      alignas(64) std::uint8_t tail[L * size] = {};
+      std::memcpy(tail, p + whole * size, std::size_t(rows.dim - whole) * size);
+      const typename I::F x = load_real<I, F>(tail);
+      check = I::fma(x, I::zero(), check);
+      I::store(o + whole, x);
+    }
+    for (int d = (rows.dim + L - 1) / L * L; d < width; d += L) I::store(o + d, I::zero());
+  }
+  // Partners of the last tokens up to a full step: read, multiplied by weight 0, so kept finite.
+  const int step = smaller(TILE, (rows.n + 31) / 32 * 32);
+  std::memset(static_cast<float*>(out) + std::ptrdiff_t(rows.n) * width, 0,
+              std::size_t(step - rows.n) * width * sizeof(float));
+  alignas(64) float lanes[L];
+  I::store(lanes, check);
+  bool ok = true;
+  for (int i = 0; i < L; ++i) ok = ok && lanes[i] == 0;
+  return ok;
+}
+
+// ---- scores --------------------------------------------------------------------------------------
+
+// MR query rows x NT tokens fill one vector of LANES results. Tokens of a step have one parity.
+template <class I, int MR, Path P>
+void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale, const void* keys,
+         const float* scales, int n, int dim, float* out, std::ptrdiff_t plane) {
+  constexpr int L = I::LANES, NT = L / MR;
+  const int width = padded(dim), groups = groups_of(dim);
+  const typename I::F rows = I::template repeat<MR>(row_scale);
+  for (int t0 = 0; t0 < n; t0 += 2 * NT) {
+    for (int parity = 0; parity < 2; ++parity) {
+      const std::ptrdiff_t first = std::ptrdiff_t(t0 + parity) * width, next = 2 * width;
+      float* o = out + parity * plane + t0 / 2 * MR;
+      typename I::F result;
+      if constexpr (P == ROW) {
+        const auto* q = static_cast<const std::int16_t*>(query);
+        const auto* k = static_cast<const std::int16_t*>(keys) + first;
+        typename I::W acc[L];
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) acc[i] = I::zero_words();
+        for (int d = 0; d < width; d += 2 * L) {
+          typename I::W qv[MR];
+#pragma GCC unroll 4
+          for (int r = 0; r < MR; ++r) qv[r] = I::load_words(q + r * query_stride + d);
+#pragma GCC unroll 16
+          for (int j = 0; j < NT; ++j) {
+            const typename I::W kv = I::load_words(k + j * next + d);
+#pragma GCC unroll 4
+            for (int r = 0; r < MR; ++r) acc[j * MR + r] = I::madd(acc[j * MR + r], qv[r], kv);
+          }
+        }
+        const typename I::F units =
+            I::template spread<MR>(scales + parity * (TILE / 2) + t0 / 2);
+        result = I::mul(I::mul(I::to_float(I::reduce(acc)), units), rows);
+      } else if constexpr (P == BLOCK) {
+        const auto* q = static_cast<const std::int16_t*>(query);
+        const auto* k = static_cast<const std::int16_t*>(keys) + first;
+        const float* s = scales + (t0 + parity) * groups;
+        typename I::F acc[L];
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) acc[i] = I::zero();
+        for (int g = 0; g < groups; ++g) {
+#pragma GCC unroll 16
+          for (int j = 0; j < NT; ++j) {
+            const typename I::F scale = I::set(s[2 * j * groups + g]);
+#pragma GCC unroll 4
+            for (int r = 0; r < MR; ++r) {
+              typename I::W sum = I::zero_words();
+#pragma GCC unroll 4
+              for (int d = 0; d < GROUP; d += 2 * L)
+                sum = I::madd(sum, I::load_words(q + r * query_stride + g * GROUP + d),
+                              I::load_words(k + j * next + g * GROUP + d));
+              acc[j * MR + r] = I::fma(I::to_float(sum), scale, acc[j * MR + r]);
+            }
+          }
+        }
+        result = I::mul(I::reduce(acc), rows);
+      } else {
+        const auto* q = static_cast<const float*>(query);
+        const auto* k = static_cast<const float*>(keys) + first;
+        typename I::F acc[L];
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) acc[i] = I::zero();
+        for (int d = 0; d < width; d += L) {
+          typename I::F qv[MR];
+#pragma GCC unroll 4
+          for (int r = 0; r < MR; ++r) qv[r] = I::load(q + r * query_stride + d);
+#pragma GCC unroll 16
+          for (int j = 0; j < NT; ++j) {
+            const typename I::F kv = I::load(k + j * next + d);
+#pragma GCC unroll 4
+            for (int r = 0; r < MR; ++r) acc[j * MR + r] = I::fma(qv[r], kv, acc[j * MR + r]);
+          }
+        }
+        result = I::mul(I::reduce(acc), rows);
+      }
+      I::store(o, result);
+    }
+  }
+}
+
+// ---- softmax and weights -------------------------------------------------------------------------
+
+// 2^x for x <= 0, relative error below 2e-7; exactly 0 below -126 (masked scores are -inf).
+template <class I>
+inline typename I::F exp2(typename I::F x) {
+  const typename I::F in = I::max(x, I::set(-126.f));
+  const typename I::W n = I::to_words(in);
+  const typename I::F f = I::sub(in, I::to_float(n));
+  typename I::F p = I::set(1.535336188319500e-4f);
+  p = I::fma(p, f, I::set(1.339887440266574e-3f));
+  p = I::fma(p, f, I::set(9.618437357674640e-3f));
+  p = I::fma(p, f, I::set(5.550332471162809e-2f));
+  p = I::fma(p, f, I::set(2.402264791363012e-1f));
+  p = I::fma(p, f, I::set(6.931472028550421e-1f));
+  p = I::fma(p, f, I::set(1.f));
+  return I::above(x, -126.f, I::scale_by_power(p, n));
+}
+
+template <class I, int MR>
+bool softmax(float* scores, std::ptrdiff_t plane, int n, float* maximum, float* sum, float* alpha) {
+  constexpr int L = I::LANES;
+  const int count = ((n + 1) / 2 * MR + L - 1) / L * L;
+  alignas(64) float lanes[L];
+  typename I::F top = I::set(-__builtin_inff());
+  for (int p = 0; p < 2; ++p)
+    for (int i = 0; i < count; i += L) top = I::max(top, I::load(scores + p * plane + i));
+  I::store(lanes, top);
+  float shift[MR];
+  bool rescale = false;
+  for (int r = 0; r < MR; ++r) {
+    float m = maximum[r];
+    for (int i = r; i < L; i += MR) m = lanes[i] > m ? lanes[i] : m;
+    shift[r] = m > -__builtin_inff() ? m : 0;  // a row that saw nothing yet keeps weight 0
+    alpha[r] = maximum[r] == m ? 1 : maximum[r] - m;
+    maximum[r] = m;
+  }
+  for (int r = 0; r < MR; ++r) {
+    if (alpha[r] == 1) continue;
+    I::store(lanes, exp2<I>(I::set(alpha[r])));
+    alpha[r] = lanes[0];
+    rescale = true;
+  }
+  const typename I::F shifts = I::template repeat<MR>(shift);
+  typename I::F total = I::zero();
+  for (int p = 0; p < 2; ++p)
+    for (int i = 0; i < count; i += L) {
+      const typename I::F e = exp2<I>(I::sub(I::load(scores + p * plane + i), shifts));
+      I::store(scores + p * plane + i, e);
+      total = I::add(total, e);
+    }
+  I::store(lanes, total);
+  for (int r = 0; r < MR; ++r) {
+    float s = 0;
+    for (int i = r; i < L; i += MR) s += lanes[i];
+    sum[r] = sum[r] * alpha[r] + s;
+  }
+  return rescale;
+}
+
+template <class I, int MR>
+void weights(const float* probability, std::ptrdiff_t plane, const float* scales, int n,
+             int largest, float* scratch, std::int32_t* words, float* step) {
+  constexpr int L = I::LANES, NT = L / MR;
+  const int count = ((n + 1) / 2 * MR + L - 1) / L * L;
+  alignas(64) float lanes[L];
+  typename I::F top = I::zero();
+  for (int p = 0; p < 2; ++p)
+    for (int i = 0, t = 0; i < count; i += L, t += NT) {
+      const typename I::F w = I::mul(I::load(probability + p * plane + i),
+                                     I::template spread<MR>(scales + p * (TILE / 2) + t));
+      I::store(scratch + p * (TILE / 2) * MR + i, w);
+      top = I::max(top, I::abs(w));
+    }
+  I::store(lanes, top);
+  float inverse[MR];
+  for (int r = 0; r < MR; ++r) {
+    float m = 0;
+    for (int i = r; i < L; i += MR) m = lanes[i] > m ? lanes[i] : m;
+    // Below 1e-30 the reciprocal would overflow, and the weight is nothing.
+    inverse[r] = m > 1e-30f ? float(largest) / m : 0;
+    step[r] = m > 1e-30f ? m / float(largest) : 0;
+  }
+  const typename I::F factor = I::template repeat<MR>(inverse);
+  for (int i = 0; i < count; i += L) {
+    const typename I::W even = I::to_words(I::mul(I::load(scratch + i), factor));
+    const typename I::W odd =
+        I::to_words(I::mul(I::load(scratch + (TILE / 2) * MR + i), factor));
+    I::store_words(words + i, I::pair(even, odd));
+  }
+}
+
+// ---- values --------------------------------------------------------------------------------------
+
+template <class I, int MR, Path P>
+void accumulate(const void* weights, std::ptrdiff_t plane, const float* step, const void* values,
+                int n, int dim, float* out, std::ptrdiff_t out_stride) {
+  // Rows x vectors of one step; a step never crosses a group, whose weights are its own.
+  constexpr int L = I::LANES, PER_GROUP = GROUP / L;
+  constexpr int ND = MR == 4 ? (PER_GROUP < 2 ? 1 : 2) : (PER_GROUP < 4 ? PER_GROUP : 4);
+  const int width = padded(dim), pairs = (n + 1) / 2;
+  for (int d = 0; d < width; d += ND * L) {
+    float* o = out + d;
+    if constexpr (P == REAL) {
+      const auto* v = static_cast<const float*>(values) + d;
+      const auto* w = static_cast<const float*>(weights);
+      typename I::F acc[MR][ND];
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+        for (int i = 0; i < ND; ++i) acc[r][i] = I::load(o + r * out_stride + i * L);
+      for (int t = 0; t < pairs; ++t, v += 2 * width, w += MR) {
+#pragma GCC unroll 2
+        for (int parity = 0; parity < 2; ++parity) {
+          typename I::F vv[ND];
+#pragma GCC unroll 4
+          for (int i = 0; i < ND; ++i) vv[i] = I::load(v + parity * width + i * L);
+#pragma GCC unroll 4
+          for (int r = 0; r < MR; ++r) {
+            const typename I::F ww = I::set(w[parity * plane + r]);
+#pragma GCC unroll 4
+            for (int i = 0; i < ND; ++i) acc[r][i] = I::fma(ww, vv[i], acc[r][i]);
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+        for (int i = 0; i < ND; ++i) I::store(o + r * out_stride + i * L, acc[r][i]);
+    } else {
+      const int column = P == BLOCK ? d / GROUP : 0;
+      const auto* v = static_cast<const std::int16_t*>(values) + 2 * d;
+      const auto* w = static_cast<const std::int32_t*>(weights) + column * (TILE / 2) * MR;
+      typename I::W acc[MR][ND];
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+        for (int i = 0; i < ND; ++i) acc[r][i] = I::zero_words();
+      for (int t = 0; t < pairs; ++t, v += 2 * width, w += MR) {
+        typename I::W vv[ND];
+#pragma GCC unroll 4
+        for (int i = 0; i < ND; ++i) vv[i] = I::load_words(v + 2 * i * L);
+#pragma GCC unroll 4
+        for (int r = 0; r < MR; ++r) {
+          const typename I::W ww = I::set_words(w[r]);
+#pragma GCC unroll 4
+          for (int i = 0; i < ND; ++i) acc[r][i] = I::madd(acc[r][i], ww, vv[i]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; ++r) {
+        const typename I::F s = I::set(step[column * MR + r]);
+#pragma GCC unroll 4
+        for (int i = 0; i < ND; ++i) {
+          float* at = o + r * out_stride + i * L;
+          I::store(at, I::fma(I::to_float(acc[r][i]), s, I::load(at)));
+        }
+      }
+    }
+  }
+}
+
+// ---- rows ----------------------------------------------------------------------------------------
+
+template <class I>
+void scale_row(float* x, int n, float factor) {
+  for (int i = 0; i < n; ++i) x[i] *= factor;
+}
+
+template <class I>
+bool finite(const float* x, std::ptrdiff_t n) {
+  std::uint32_t bad = 0;
+  for (std::ptrdiff_t i = 0; i < n; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    bad |= std::uint32_t((bits & 0x7f800000) == 0x7f800000);
+  }
+  return bad == 0;
+}
+
+template <class I>
+inline float largest_magnitude(const float* x, int n) {
+  constexpr int L = I::LANES;
+  typename I::F top = I::zero();
+  int i = 0;
+  for (; i + L <= n; i += L) top = I::max(top, I::abs(I::load(x + i)));
+  alignas(64) float lanes[L];
+  I::store(lanes, top);
+  float m = 0;
+  for (int j = 0; j < L; ++j) m = lanes[j] > m ? lanes[j] : m;
+  for (; i < n; ++i) {
+    const float a = x[i] < 0 ? -x[i] : x[i];
+    m = a > m ? a : m;
+  }
+  return m;
+}
+
+template <class I>
+float quantize(const float* x, int n, int largest, std::int16_t* out) {
+  const float m = largest_magnitude<I>(x, n);
+  const float inverse = m > 1e-30f ? float(largest) / m : 0;
+  constexpr int L = I::LANES;
+  alignas(64) std::int32_t lanes[L];
+  for (int i = 0; i < n; i += L) {  // n is a multiple of 16
+    I::store_words(lanes, I::to_words(I::mul(I::load(x + i), I::set(inverse))));
+    for (int j = 0; j < L; ++j) out[i + j] = std::int16_t(lanes[j]);
+  }
+  return m > 1e-30f ? m / float(largest) : 0;
+}
+
+// Butterflies in the order of the reference (length 1, 2, 4, ...), then one factor.
+template <class I>
+void rotate(float* x, int, const int* parts, int n_parts) {
+  constexpr int L = I::LANES;
+  for (int p = 0; p < n_parts; x += parts[p], ++p) {
+    const int n = parts[p];
+    for (int i = 0; i < n; i += L) I::store(x + i, I::butterflies(I::load(x + i)));
+    for (int len = L; len < n; len *= 2)
+      for (int i = 0; i < n; i += 2 * len)
+        for (int j = i; j < i + len; j += L) {
+          const typename I::F a = I::load(x + j), b = I::load(x + j + len);
+          I::store(x + j, I::add(a, b));
+          I::store(x + j + len, I::sub(a, b));
+        }
+    const typename I::F factor = I::set(float(1 / __builtin_sqrt(double(n))));
+    for (int i = 0; i < n; i += L) I::store(x + i, I::mul(I::load(x + i), factor));
+  }
+}
+
+// ---- encode --------------------------------------------------------------------------------------
+
+inline std::uint16_t store_scale(float scale, Counts& counts) {
+  std::uint16_t h = float_to_half(scale);
+  if ((h & 0x7fff) == 0x7c00) {
+    h = std::uint16_t((h & 0x8000) | 0x7bff);
+    ++counts.saturated;
+  }
+  if ((h & 0x7fff) == 0 && scale != 0) ++counts.flushed;
+  return h;
+}
+
+inline float reciprocal(float x) {  // 0 where 1 / x is not finite
+  const float r = 1 / x;
+  return r - r == 0 ? r : 0;
+}
+
+// Code bytes and, if asked for, the codebook values of y * inverse; n is a multiple of 16.
+template <class I, int COUNT, bool VALUES>
+inline void nearest(const float* y, int n, float inverse, const Book& book, std::uint8_t* codes,
+                    float* values) {
+  constexpr int L = I::LANES;
+  alignas(64) std::int32_t lanes[L];
+  for (int i = 0; i < n; i += L) {
+    const typename I::F z = I::mul(I::load(y + i), I::set(inverse));
+    typename I::W code = I::zero_words();
+    typename I::F value = I::set(book.value[0]);
+#pragma GCC unroll 16
+    for (int k = 0; k + 1 < COUNT; ++k) {
+      const typename I::F cut = I::set(book.cut[k]);
+      code = I::count_above(code, z, cut);
+      // Integer codebooks: the differences add up exactly.
+      if constexpr (VALUES)
+        value = I::add(value, I::if_above(z, cut, book.value[k + 1] - book.value[k]));
+    }
+    I::store_words(lanes, code);
+    for (int j = 0; j < L; ++j) codes[i + j] = std::uint8_t(lanes[j]);
+    if constexpr (VALUES) I::store(values + i, value);
+  }
+}
+
+inline double sum_of_squares(const float* y, int n) {  // n is a multiple of 16
+  double s[16] = {};
+  for (int i = 0; i < n; i += 16)
+    for (int j = 0; j < 16; ++j) s[j] += double(y[i + j]) * double(y[i + j]);
+  double total = 0;
+  for (int j = 0; j < 16; ++j) total += s[j];
+  return total;
+}
+
+inline void pack4(const std::uint8_t* codes, int n, std::uint8_t* out) {  // n codes -> n / 2 bytes
+  const int half = n / 2;
+  for (int j = 0; j < half; ++j) out[j] = std::uint8_t(codes[j] | codes[j + half] << 4);
+}
+
+template <class I, int F>
+void encode_row(float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
+  constexpr int COUNT = F == TQ4 ? 16 : 8;
+  alignas(64) std::uint8_t codes[MAX_DIM];
+  alignas(64) float values[MAX_DIM];
+  const float rms = float(__builtin_sqrt(sum_of_squares(y, dim) / dim));
+  float unit = rms * book.start;
+  if (reciprocal(unit) == 0) {
+    std::memset(codes, 0, std::size_t(dim));
+  } else {
+    for (int round = 0; round < 2; ++round) {
+      nearest<I, COUNT, true>(y, dim, reciprocal(unit), book, codes, values);
+      double yc[16] = {}, cc[16] = {};
+      for (int i = 0; i < dim; i += 16)
+        for (int j = 0; j < 16; ++j) {
+          const double c = values[i + j];
+          yc[j] += double(y[i + j]) * c;
+          cc[j] += c * c;
+        }
+      double top = 0, bottom = 0;
+      for (int j = 0; j < 16; ++j) {
+        top += yc[j];
+        bottom += cc[j];
+      }
+      unit = float(top / bottom);
+    }
+  }
+  for (int s = 0; s < dim; s += GROUP) {
+    const int n = smaller(GROUP, dim - s), quarter = n / 4;
+    if constexpr (F == TQ4) {
+      pack4(codes + s, n, out + s / 2);
+    } else {
+      for (int j = 0; j < quarter; ++j) {
+        const std::uint8_t* c = codes + s + j;
+        out[s / 4 + j] = std::uint8_t((c[0] & 3) | (c[quarter] & 3) << 2 |
+                                      (c[2 * quarter] & 3) << 4 | (c[3 * quarter] & 3) << 6);
+      }
+      for (int i = s; i < s + n; i += 8) {
+        int bits = 0;
+        for (int j = 0; j < 8; ++j) bits |= (codes[i + j] >> 2) << j;
+        out[dim / 4 + i / 8] = std::uint8_t(bits);
+      }
+    }
+  }
+  const std::uint16_t h = store_scale(unit, counts);
+  std::memcpy(out + row_bytes(F, dim) - 2, &h, 2);
+}
+
+template <class I, int F>
+void encode_blocks(float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
+  for (int b = 0; b < dim / GROUP; ++b, y += GROUP, out += block_bytes(F)) {
+    alignas(64) std::uint8_t codes[GROUP];
+    std::uint16_t h;
+    if constexpr (F == TBQ4_0 || F == TBQ3_0) {
+      const float d = float(__builtin_sqrt(sum_of_squares(y, GROUP) / GROUP));
+      const float inverse = reciprocal(d);
+      if (inverse == 0) std::memset(codes, 0, GROUP);
+      else nearest<I, F == TBQ4_0 ? 16 : 8, false>(y, GROUP, inverse, book, codes, nullptr);
+      h = store_scale(d, counts);
+      if constexpr (F == TBQ4_0) {
+        pack4(codes, GROUP, out + 2);
+      } else {
+        for (int i = 0; i < 4; ++i) {  // 8 codes are 3 bytes
+          std::uint32_t bits = 0;
+          for (int j = 0; j < 8; ++j) bits |= std::uint32_t(codes[8 * i + j]) << 3 * j;
+          for (int j = 0; j < 3; ++j) out[2 + 3 * i + j] = std::uint8_t(bits >> 8 * j);
+        }
+      }
+    } else if constexpr (F == Q8_0) {
+      const float d = largest_magnitude<I>(y, GROUP) / 127;
+      const float inverse = reciprocal(d);
+      for (int i = 0; i < GROUP; ++i) {
+        const float z = y[i] * inverse, a = z < 0 ? -z : z;
+        // Halves away from zero; a is at most 127 and a bit, so the integer part is exact.
+        const int whole = int(a), code = whole + (a - float(whole) >= 0.5f);
+        out[2 + i] = std::uint8_t(z < 0 ? -code : code);
+      }
+      h = store_scale(d, counts);
+    } else {  // Q4_0
+      const float m = largest_magnitude<I>(y, GROUP);
+      float d = -0.f;
+      for (int i = 0; i < GROUP && m != 0; ++i)
+        if (y[i] == m || y[i] == -m) {
+          d = y[i] / -8;
+          break;
+        }
+      const float inverse = reciprocal(d);
+      for (int i = 0; i < GROUP; ++i) {
+        const float z = y[i] * inverse + 8.5f;  // at least 0.4, so truncation is floor
+        codes[i] = std::uint8_t(z > 15 ? 15 : int(z));
+      }
+      pack4(codes, GROUP, out + 2);
+      h = store_scale(d, counts);
+    }
+    std::memcpy(out, &h, 2);
+  }
+}
+
+template <class I, int F>
+void encode_real(float* y, int dim, const Book&, std::uint8_t* out, Counts& counts) {
+  for (int i = 0; i < dim; ++i) {
+    const std::uint32_t bits = to_bits(y[i]), body = bits & 0x7fffffff;
+    if constexpr (F == F16) {
+      std::uint16_t h = float_to_half(y[i]);
+      if ((h & 0x7fff) == 0x7c00) {
+        h = std::uint16_t((h & 0x8000) | 0x7bff);
+        ++counts.saturated;
+      }
+      std::memcpy(out + 2 * i, &h, 2);
+    } else if constexpr (F == BF16) {
+      std::uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+      if ((rounded & 0x7fff) >= 0x7f80) {
+        rounded = (rounded & 0x8000) | 0x7f7f;
+        ++counts.saturated;
+      }
+      const auto h = std::uint16_t(rounded);
+      std::memcpy(out + 2 * i, &h, 2);
+    } else {
+      std::uint32_t code;
+      if (body >= 0x43e80000) {  // 464, midway between 448 and the value after it
+        code = 0x7e;
+        ++counts.saturated;
+      } else if (body < 0x3c800000) {  // below 2^-6: units of 2^-9, as 2^14 holds no less
+        code = to_bits(from_bits(body) + 0x1p14f) - to_bits(0x1p14f);
+      } else {
+        code = ((body + 0x7ffff + (body >> 20 & 1)) >> 20) - (120 << 3);
+        code = code > 0x7e ? 0x7e : code;
+      }
+      out[i] = std::uint8_t(code | bits >> 31 << 7);
+    }
+  }
+}
+
+// ---- decode one row, stored domain ---------------------------------------------------------------
+
+template <class I, int F>
+bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) {
+  bool ok = true;
+  if constexpr (path_of(F) == REAL) {
+    const Rows rows{row, 0, 1, dim};
+    constexpr int L = I::LANES, size = block_bytes(F);
+    alignas(64) float lanes[L];
+    for (int d = 0; d < rows.dim; d += L) {
+      alignas(64) std::uint8_t bytes[L * size] = {};
+      const int n = smaller(L, dim - d);
+      std::memcpy(bytes, row + d * size, std::size_t(n) * size);
+      I::store(lanes, load_real<I, F>(bytes));
+      std::memcpy(out + d, lanes, std::size_t(n) * sizeof(float));
+    }
+    for (int i = 0; i < dim; ++i) ok = ok && out[i] - out[i] == 0;
+  } else {
+    for (int g = 0; g < groups_of(dim); ++g) {
+      alignas(64) std::uint8_t codes[GROUP];
+      I::store_codes(codes, group_codes<I, F>(row, g, dim));
+      const float d = stored_scale(
+          path_of(F) == ROW ? row + row_bytes(F, dim) - 2 : row + block_bytes(F) * g, ok);
+      const int n = smaller(GROUP, dim - GROUP * g);
+      for (int i = 0; i < n; ++i) {
+        // A last group of 16 fills the first half of each plane of its bytes.
+        const int c = n == GROUP ? codes[i]
+                      : F == TQ4 ? codes[i % 8 + i / 8 * 16]
+                                 : codes[i % 4 + i / 4 * 8];
+        const float value = F == Q8_0 ? float(std::int8_t(c)) : F == Q4_0 ? float(c - 8)
+                                                                          : book.value[c];
+        out[GROUP * g + i] = d == 0 ? 0.f : value * d;
+      }
+    }
+  }
+  return ok;
+}
+
+// ---- the table -----------------------------------------------------------------------------------
+
+template <class I>
+constexpr Kernels make_kernels(const char* name) {
+  return Kernels{
+      name,
+      I::key_element,
+      I::value_element,
+      {decode_real<I, F16>, decode_real<I, BF16>, decode_real<I, FP8_E4M3>,
+       decode_keys_coded<I, Q8_0>, decode_keys_coded<I, Q4_0>, decode_keys_coded<I, TBQ4_0>,
+       decode_keys_coded<I, TBQ3_0>, decode_keys_coded<I, TQ4>, decode_keys_coded<I, TQ3>},
+      {decode_real<I, F16>, decode_real<I, BF16>, decode_real<I, FP8_E4M3>,
+       decode_values_coded<I, Q8_0>, decode_values_coded<I, Q4_0>,
+       decode_values_coded<I, TBQ4_0>, decode_values_coded<I, TBQ3_0>,
+       decode_values_coded<I, TQ4>, decode_values_coded<I, TQ3>},
+      {{dot<I, 1, ROW>, dot<I, 2, ROW>, dot<I, 4, ROW>},
+       {dot<I, 1, BLOCK>, dot<I, 2, BLOCK>, dot<I, 4, BLOCK>},
+       {dot<I, 1, REAL>, dot<I, 2, REAL>, dot<I, 4, REAL>}},
+      {softmax<I, 1>, softmax<I, 2>, softmax<I, 4>},
+      {weights<I, 1>, weights<I, 2>, weights<I, 4>},
+      {{accumulate<I, 1, ROW>, accumulate<I, 2, ROW>, accumulate<I, 4, ROW>},
+       {accumulate<I, 1, BLOCK>, accumulate<I, 2, BLOCK>, accumulate<I, 4, BLOCK>},
+       {accumulate<I, 1, REAL>, accumulate<I, 2, REAL>, accumulate<I, 4, REAL>}},
+      scale_row<I>,
+      quantize<I>,
+      rotate<I>,
+      {encode_real<I, F16>, encode_real<I, BF16>, encode_real<I, FP8_E4M3>,
+       encode_blocks<I, Q8_0>, encode_blocks<I, Q4_0>, encode_blocks<I, TBQ4_0>,
+       encode_blocks<I, TBQ3_0>, encode_row<I, TQ4>, encode_row<I, TQ3>},
+      {decode_row<I, F16>, decode_row<I, BF16>, decode_row<I, FP8_E4M3>, decode_row<I, Q8_0>,
+       decode_row<I, Q4_0>, decode_row<I, TBQ4_0>, decode_row<I, TBQ3_0>, decode_row<I, TQ4>,
+       decode_row<I, TQ3>},
+      finite<I>};
+}
+
+}  // namespace
+}  // namespace kvproof

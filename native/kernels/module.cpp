@@ -1,0 +1,205 @@
+// Python module kvproof._kernels. Shapes are checked by backends/cpu.py; every array comes with its
+// strides, so a transposed or sliced cache is read in place. The GIL is released during the work.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+
+#include "ops.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvproof {
+namespace {
+
+constexpr const char* FORMAT_NAMES[FORMATS] = {"f16",    "bf16",   "fp8_e4m3", "q8_0", "q4_0",
+                                               "tbq4_0", "tbq3_0", "tq4",      "tq3"};
+
+using Floats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
+using Bytes = nb::ndarray<const std::uint8_t, nb::device::cpu>;
+using Heads = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
+using OutFloats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
+using OutBytes = nb::ndarray<std::uint8_t, nb::device::cpu, nb::c_contig>;
+using Scales = std::optional<Floats>;
+
+int format_index(const std::string& name) {
+  for (int f = 0; f < FORMATS; ++f)
+    if (name == FORMAT_NAMES[f]) return f;
+  throw std::invalid_argument("no kernel for format " + name);
+}
+
+// (name, can run here), best last. __builtin_cpu_supports also asks whether the system saves the
+// registers.
+std::vector<std::pair<std::string, bool>> isas() {
+  std::vector<std::pair<std::string, bool>> out{{"scalar", true}};
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+                      __builtin_cpu_supports("avx512vbmi");
+  out.emplace_back("avx2", avx2);
+  out.emplace_back("avx512", avx512);
+#endif
+  return out;
+}
+
+const Kernels& kernels_of(const std::string& isa) {
+  for (const auto& [name, available] : isas())
+    if (name == isa && available) {
+#if defined(__x86_64__)
+      if (name == "avx2") return kernels_avx2;
+      if (name == "avx512") return kernels_avx512;
+#endif
+      return kernels_scalar;
+    }
+  throw std::invalid_argument("instruction set " + isa + " is not available here");
+}
+
+const float* head_scales(const Scales& scale, std::size_t heads) {
+  if (!scale) return nullptr;
+  if (scale->size() != heads) throw std::invalid_argument("one scale per KV head is needed");
+  return scale->data();
+}
+
+Side side_of(const std::string& format, const Bytes& blocks, int dim, const Scales& scale) {
+  const int fmt = format_index(format);
+  if (blocks.ndim() != 3 || dim < 1 || dim > MAX_DIM ||
+      std::ptrdiff_t(blocks.shape(2)) != row_bytes(fmt, dim) ||
+      (blocks.stride(2) != 1 && blocks.shape(2) != 1))
+    throw std::invalid_argument("blocks do not match " + format);
+  return {fmt,
+          blocks.data(),
+          blocks.stride(0),
+          blocks.stride(1),
+          int(blocks.shape(0)),
+          int(blocks.shape(1)),
+          dim,
+          head_scales(scale, blocks.shape(1))};
+}
+
+Query query_of(const Heads& q, const Side& keys) {
+  if (int(q.shape(2)) != keys.dim || q.shape(1) % std::size_t(keys.heads) ||
+      (q.stride(2) != 1 && q.shape(2) != 1))
+    throw std::invalid_argument("queries do not match the keys");
+  return {q.data(), q.stride(0), q.stride(1), int(q.shape(0)), int(q.shape(1)), keys.dim};
+}
+
+// Row of the first stored scale or element that is not finite: (0, row) of the keys, (1, row) of
+// the values, or (-1, -1).
+std::pair<int, std::ptrdiff_t> attention_call(const std::string& isa, int threads, const Heads& q,
+                                              const Bytes& k, const Bytes& v, const std::string& key,
+                                              const std::string& value, int dim_v, bool causal,
+                                              int window, float scale, const Scales& k_scale,
+                                              const Scales& v_scale, const OutFloats& out) {
+  const Kernels& kernels = kernels_of(isa);
+  const Side keys = side_of(key, k, int(q.shape(2)), k_scale);
+  const Side values = side_of(value, v, dim_v, v_scale);
+  const Query query = query_of(q, keys);
+  if (values.n != keys.n || values.heads != keys.heads || query.n > keys.n || query.n < 1 ||
+      out.size() != std::size_t(query.n) * query.heads * dim_v)
+    throw std::invalid_argument("shapes do not match");
+  nb::gil_scoped_release free;
+  if (attention(kernels, threads, query, keys, values, {causal, window}, scale, out.data()))
+    return {-1, -1};
+  const std::ptrdiff_t row = first_bad_row(kernels, keys);
+  if (row >= 0) return {0, row};
+  return {1, first_bad_row(kernels, values)};
+}
+
+std::ptrdiff_t scores_call(const std::string& isa, int threads, const Heads& q, const Bytes& k,
+                           const std::string& key, const Scales& k_scale, const OutFloats& out) {
+  const Kernels& kernels = kernels_of(isa);
+  const Side keys = side_of(key, k, int(q.shape(2)), k_scale);
+  const Query query = query_of(q, keys);
+  if (out.size() != std::size_t(query.n) * query.heads * keys.n)
+    throw std::invalid_argument("shapes do not match");
+  nb::gil_scoped_release free;
+  return scores(kernels, threads, query, keys, out.data()) ? -1 : first_bad_row(kernels, keys);
+}
+
+std::tuple<std::ptrdiff_t, std::int64_t, std::int64_t> encode_call(const std::string& isa,
+                                                                   int threads,
+                                                                   const std::string& format,
+                                                                   const Floats& x,
+                                                                   const Scales& scale,
+                                                                   const OutBytes& out) {
+  const Kernels& kernels = kernels_of(isa);
+  const int fmt = format_index(format);
+  const auto rows = std::ptrdiff_t(x.shape(0)), dim = std::ptrdiff_t(x.shape(1));
+  if (x.ndim() != 2 || dim > MAX_DIM || out.ndim() != 2 || std::ptrdiff_t(out.shape(0)) != rows ||
+      std::ptrdiff_t(out.shape(1)) != row_bytes(fmt, int(dim)))
+    throw std::invalid_argument("shapes do not match");
+  const float* scales = head_scales(scale, std::size_t(rows));
+  nb::gil_scoped_release free;
+  Counts counts;
+  const std::ptrdiff_t bad =
+      encode(kernels, threads, fmt, x.data(), rows, int(dim), scales, out.data(), counts);
+  return {bad, counts.saturated, counts.flushed};
+}
+
+std::ptrdiff_t decode_call(const std::string& isa, int threads, const std::string& format,
+                           const Bytes& blocks, int dim, const Scales& scale,
+                           const OutFloats& out) {
+  const Kernels& kernels = kernels_of(isa);
+  const int fmt = format_index(format);
+  const auto rows = std::ptrdiff_t(blocks.shape(0));
+  if (blocks.ndim() != 2 || dim < 1 || dim > MAX_DIM ||
+      std::ptrdiff_t(blocks.shape(1)) != row_bytes(fmt, dim) ||
+      (blocks.stride(1) != 1 && blocks.shape(1) != 1) ||
+      out.size() != std::size_t(rows) * std::size_t(dim))
+    throw std::invalid_argument("shapes do not match");
+  const float* scales = head_scales(scale, std::size_t(rows));
+  nb::gil_scoped_release free;
+  return decode(kernels, threads, fmt, blocks.data(), blocks.stride(0), rows, dim, scales,
+                out.data());
+}
+
+void set_book(const std::string& format, const std::vector<float>& values,
+              const std::vector<float>& cuts, float start) {
+  const int fmt = format_index(format);
+  if (values.size() > 16 || cuts.size() + 1 != values.size())
+    throw std::invalid_argument("bad codebook");
+  Book& book = constants.book[fmt];
+  book.count = int(values.size());
+  std::copy(values.begin(), values.end(), book.value);
+  std::copy(cuts.begin(), cuts.end(), book.cut);
+  book.start = start;
+  finish_book(fmt, book);
+}
+
+void set_signs(const Floats& signs32, const Floats& head) {
+  if (signs32.size() != GROUP || head.size() != MAX_DIM) throw std::invalid_argument("bad signs");
+  std::memcpy(constants.signs32, signs32.data(), sizeof constants.signs32);
+  std::memcpy(constants.head_signs, head.data(), sizeof constants.head_signs);
+}
+
+}  // namespace
+}  // namespace kvproof
+
+NB_MODULE(_kernels, m) {
+  using namespace kvproof;
+  m.attr("MAX_DIM") = MAX_DIM;
+  m.attr("FORMATS") = std::vector<std::string>(FORMAT_NAMES, FORMAT_NAMES + FORMATS);
+  m.def("isas", &isas);
+  m.def("set_book", &set_book, "format"_a, "values"_a, "cuts"_a, "start"_a);
+  m.def("set_signs", &set_signs, "signs32"_a, "head"_a);
+  m.def("row_bytes", [](const std::string& f, int dim) { return row_bytes(format_index(f), dim); });
+  m.def("attention", &attention_call, "isa"_a, "threads"_a, "q"_a, "k"_a, "v"_a, "key"_a, "value"_a,
+        "dim_v"_a, "causal"_a, "window"_a, "scale"_a, "k_scale"_a.none(), "v_scale"_a.none(),
+        "out"_a);
+  m.def("scores", &scores_call, "isa"_a, "threads"_a, "q"_a, "k"_a, "key"_a, "k_scale"_a.none(),
+        "out"_a);
+  m.def("encode", &encode_call, "isa"_a, "threads"_a, "format"_a, "x"_a, "scale"_a.none(), "out"_a);
+  m.def("decode", &decode_call, "isa"_a, "threads"_a, "format"_a, "blocks"_a, "dim"_a,
+        "scale"_a.none(), "out"_a);
+}

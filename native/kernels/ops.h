@@ -1,0 +1,70 @@
+// Operations on whole arrays: what the Python module calls.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace kvproof {
+
+// Codebooks and sign vectors, handed over by Python at import so that they exist once.
+struct Constants {
+  Book book[FORMATS];
+  float signs32[GROUP];
+  float head_signs[MAX_DIM];
+};
+
+extern Constants constants;
+
+// Fills the integer tables of a book whose values are set.
+void finish_book(int fmt, Book& book);
+
+// How a row of a format is rotated: signs and the sizes of its Hadamard blocks.
+struct Spin {
+  const float* signs = nullptr;  // null: plain
+  int period = 1;                // signs repeat after this many values
+  int parts[MAX_DIM / GROUP];
+  int n_parts = 0;
+
+  Spin(int fmt, int dim);
+  float sign(int i) const { return signs[i % period]; }
+};
+
+struct Side {  // encoded rows [token][kv head][bytes]
+  int fmt;
+  const std::uint8_t* base;
+  std::ptrdiff_t token_stride, head_stride;
+  int n, heads, dim;
+  const float* head_scale;  // fp8_e4m3: one per KV head, otherwise null
+};
+
+struct Query {  // float32 [n_q][heads][dim], dim contiguous
+  const float* base;
+  std::ptrdiff_t row_stride, head_stride;
+  int n, heads, dim;
+};
+
+struct Mask {
+  bool causal;
+  int window;  // 0: none
+};
+
+// out [n_q][heads][dim of values]. False if a stored scale or element is not finite.
+bool attention(const Kernels& isa, int threads, const Query& q, const Side& keys,
+               const Side& values, Mask mask, float scale, float* out);
+// out [n_q][heads][n_kv]
+bool scores(const Kernels& isa, int threads, const Query& q, const Side& keys, float* out);
+
+// x [rows][dim] -> out [rows][row_bytes]; scale null or one per row. Returns the first row with a
+// NaN or infinity (nothing is written then), or -1.
+std::ptrdiff_t encode(const Kernels& isa, int threads, int fmt, const float* x, std::ptrdiff_t rows,
+                      int dim, const float* scale, std::uint8_t* out, Counts& counts);
+// Plain basis. Returns the first row whose stored scale or element is not finite, or -1.
+std::ptrdiff_t decode(const Kernels& isa, int threads, int fmt, const std::uint8_t* blocks,
+                      std::ptrdiff_t stride, std::ptrdiff_t rows, int dim, const float* scale,
+                      float* out);
+// First such row of a side, in token-major order.
+std::ptrdiff_t first_bad_row(const Kernels& isa, const Side& side);
+
+}  // namespace kvproof

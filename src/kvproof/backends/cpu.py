@@ -1,0 +1,362 @@
+"""The CPU backend: native kernels, one set per instruction set, chosen once.
+
+`KVPROOF_CPU_ISA` (scalar, avx2 or avx512) forces a set, `KVPROOF_THREADS` the default number of
+threads. Cached rows are read in place: any strides in the first two axes, no repacking. NumPy arrays
+and torch CPU tensors are taken without copies where they are float32 (queries, inputs) or uint8
+(blocks) and contiguous along the last axis.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvproof import formats, rotation
+from kvproof.backends.reference import check_shapes, source_digest
+from kvproof.errors import Refused, RequestError
+from kvproof.formats import Counters, Format
+from kvproof.formats.base import cuts_below
+from kvproof.formats.row import START3, START4
+
+try:
+    from kvproof import _kernels
+except ModuleNotFoundError as missing:
+    raise Refused(
+        "backend cpu: the compiled kernels (kvproof._kernels) are missing; build them with "
+        "`make build` or install a wheel"
+    ) from missing
+
+_STARTS = {"tq4": float(START4), "tq3": float(START3)}
+
+
+def _hand_over_constants() -> None:
+    """Give the native kernels the codebooks and sign vectors, which exist only in Python."""
+    for name in _kernels.FORMATS:
+        f = formats.get(name)
+        if f.codebook is not None:
+            cuts = [float(c) for c in cuts_below(f.codebook)]
+            _kernels.set_book(name, list(f.codebook), cuts, _STARTS.get(name, 0.0))
+    # q4_0 decodes by table too: code - 8.
+    _kernels.set_book("q4_0", [float(c - 8) for c in range(16)], [0.0] * 15, 0.0)
+    s32 = rotation.signs_from_hex(rotation.S32_HEX)
+    _kernels.set_signs(s32, np.array(rotation.head_signs(_kernels.MAX_DIM)))
+
+
+_hand_over_constants()
+
+
+def isas() -> dict[str, bool]:
+    """Instruction sets that this build has kernels for, best last -> whether this machine runs
+    them."""
+    return dict(_kernels.isas())
+
+
+def chosen_isa() -> str:
+    """The set in use: the one `KVPROOF_CPU_ISA` names, or the best available."""
+    known = isas()
+    forced = os.environ.get("KVPROOF_CPU_ISA", "")
+    if not forced:
+        return [name for name, available in known.items() if available][-1]
+    if forced not in known:
+        raise RequestError(f"KVPROOF_CPU_ISA={forced}: unknown, choose one of {', '.join(known)}")
+    if not known[forced]:
+        here = ", ".join(name for name, available in known.items() if available)
+        raise Refused(f"KVPROOF_CPU_ISA={forced}: this machine cannot run it (it has {here})")
+    return forced
+
+
+def default_threads() -> int:
+    """`KVPROOF_THREADS`, or the CPUs this process may use."""
+    text = os.environ.get("KVPROOF_THREADS", "")
+    if not text:
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
+    if not text.isdigit() or int(text) < 1:
+        raise RequestError(f"KVPROOF_THREADS={text}: must be a positive number of threads")
+    return int(text)
+
+
+@lru_cache(maxsize=1)
+def cpu_model() -> str:
+    """Name of the processor, as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+class CpuBackend:
+    """Native kernels on the CPU (see docs/architecture.md for shapes and dtypes)."""
+
+    name = "cpu"
+
+    def __init__(self, isa: str | None = None) -> None:
+        """Use `isa`, or what `chosen_isa` says."""
+        self.isa = isa or chosen_isa()
+        if not isas().get(self.isa, False):
+            raise Refused(f"backend cpu: instruction set {self.isa} is not available here")
+
+    def environment(self) -> dict[str, Any]:
+        """Processor, instruction sets and default threads."""
+        return {
+            "device": cpu_model(),
+            "isa": self.isa,
+            "isas": [name for name, available in isas().items() if available],
+            "threads": default_threads(),
+            "is_software": False,
+            "machine": platform.machine(),
+        }
+
+    def refuses(self, op: str, fmt: str | Format, head_dim: int) -> str | None:
+        """What the format refuses, what has no kernel, and rows wider than the kernels take."""
+        f = formats.get(fmt)
+        if op not in ("encode", "decode", "scores", "attention"):
+            return f"backend cpu: no operation {op!r}"
+        if f.name not in _kernels.FORMATS:
+            return f"{f.name}: backend cpu has no {op} kernel for it"
+        sides = ["key"] if op == "scores" else sorted(f.sides & {"key", "value"})
+        if not sides:
+            return f"{f.name}: not a format of cached rows"
+        reason = f.refuses(head_dim, sides[0])
+        if reason is None and head_dim > _kernels.MAX_DIM:
+            return f"{f.name}: head_dim {head_dim} is above {_kernels.MAX_DIM}, the widest CPU row"
+        return reason
+
+    def kernel(self, op: str, fmt: str | Format, head_dim: int) -> str:
+        """`<op>_<format>_<isa>`; the kernels are the same for every head_dim."""
+        return f"{op}_{formats.get(fmt).name}_{self.isa}"
+
+    def digest(self) -> str:
+        """SHA-256 over the compiled kernels and the sources of the formats."""
+        return _shipped_digest()
+
+    def encode(self, fmt: str | Format, x: Any, scale: Any = None) -> NDArray[np.uint8]:
+        """Float32 `[..., n]` to uint8 `[..., row_bytes(n)]`, byte-equal to the format's encode."""
+        return self.encode_counted(fmt, x, scale)[0]
+
+    def encode_counted(
+        self, fmt: str | Format, x: Any, scale: Any = None
+    ) -> tuple[NDArray[np.uint8], Counters]:
+        """`encode`, and how many scales or elements were saturated or flushed to zero."""
+        f = formats.get(fmt)
+        values = _floats(x, f"{f.name}: encode")
+        if values.ndim == 0:
+            raise RequestError(f"{f.name}: encode needs an array of at least one axis")
+        n = values.shape[-1]
+        self._check("encode", f, n)
+        rows = np.ascontiguousarray(values).reshape(-1, n)
+        row_scale = _row_scales(f, scale, values.shape[:-1])
+        out = np.empty((len(rows), f.row_bytes(n)), np.uint8)
+        bad, saturated, flushed = _kernels.encode(
+            self.isa, default_threads(), f.name, rows, row_scale, out
+        )
+        if bad >= 0:
+            raise RequestError(f"{f.name}: row {bad}: non-finite input")
+        return out.reshape(*values.shape[:-1], out.shape[1]), Counters(saturated, flushed)
+
+    def decode(self, fmt: str | Format, blocks: Any, scale: Any = None) -> NDArray[np.float32]:
+        """Uint8 `[..., row_bytes]` to float32 `[..., n]` in the plain basis."""
+        f = formats.get(fmt)
+        raw = _bytes(blocks, f"{f.name}: decode")
+        if raw.ndim == 0:
+            raise RequestError(f"{f.name}: decode needs an array of at least one axis")
+        n = f.row_values(raw.shape[-1])
+        self._check("decode", f, n)
+        rows = np.ascontiguousarray(raw).reshape(-1, raw.shape[-1])
+        row_scale = _row_scales(f, scale, raw.shape[:-1])
+        out = np.empty((len(rows), n), np.float32)
+        bad = _kernels.decode(self.isa, default_threads(), f.name, rows, n, row_scale, out)
+        if bad >= 0:
+            raise RequestError(f"{f.name}: row {bad}: stored scale or element is not finite")
+        return out.reshape(*raw.shape[:-1], n)
+
+    def scores(
+        self, fmt: str | Format, q: Any, blocks: Any, scale: Any = None, threads: int | None = None
+    ) -> Any:
+        """Plain dot products `[n_q, num_heads, n_kv]` (or `[n_q, n_kv]` from two-dimensional
+        input)."""
+        f = formats.get(fmt)
+        queries, keys = _floats(q, "scores: q"), _bytes(blocks, "scores: blocks")
+        if queries.ndim == 2 and keys.ndim == 2:
+            flat = self.scores(f, queries[:, None], keys[:, None], scale, threads)
+            return _like(q, flat[:, 0])
+        check_shapes(queries, keys, f.row_values(keys.shape[-1]))
+        self._check("scores", f, queries.shape[2])
+        out = np.empty((*queries.shape[:2], keys.shape[0]), np.float32)
+        if out.size:
+            bad = _kernels.scores(
+                self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
+                f.name, _head_scales(f, scale, keys.shape[1], "scale"), out,
+            )  # fmt: skip
+            _refuse_bad_row(bad, f, "keys")
+        return _like(q, out)
+
+    def attention(
+        self,
+        q: Any,
+        k_blocks: Any,
+        v_blocks: Any,
+        *,
+        key: str | Format,
+        value: str | Format,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        threads: int | None = None,
+    ) -> Any:
+        """Softmax attention of the last n_q positions over the cached rows, `[n_q, num_heads,
+        head_dim_v]`; the same bytes for any number of threads."""
+        fk, fv = formats.get(key), formats.get(value)
+        queries = _floats(q, "attention: q")
+        keys, values = _bytes(k_blocks, "attention: keys"), _bytes(v_blocks, "attention: values")
+        check_shapes(queries, keys, fk.row_values(keys.shape[-1]))
+        if values.ndim != 3 or values.shape[:2] != keys.shape[:2]:
+            raise RequestError(
+                f"attention: keys {keys.shape} and values {values.shape} must agree in tokens and "
+                "KV heads"
+            )
+        dim_v = fv.row_values(values.shape[-1])
+        self._check("attention", fk, queries.shape[2])
+        self._check("attention", fv, dim_v)
+        n_q, n_kv = queries.shape[0], keys.shape[0]
+        if n_q > n_kv:
+            raise RequestError(f"attention: {n_q} queries but only {n_kv} cached tokens")
+        if window is not None and window < 1:
+            raise RequestError(f"attention: window {window} is not positive")
+        out = np.empty((n_q, queries.shape[1], dim_v), np.float32)
+        if out.size:
+            if not np.isfinite(queries).all():
+                raise RequestError("attention: q has a NaN or infinity")
+            side, bad = _kernels.attention(
+                self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
+                _last_contiguous(values), fk.name, fv.name, dim_v, causal, min(window or 0, n_kv),
+                queries.shape[2] ** -0.5 if scale is None else float(scale),
+                _head_scales(fk, k_scale, keys.shape[1], "k_scale"),
+                _head_scales(fv, v_scale, keys.shape[1], "v_scale"), out,
+            )  # fmt: skip
+            _refuse_bad_row(bad, fv if side else fk, "values" if side else "keys")
+        return _like(q, out)
+
+    def _check(self, op: str, f: Format, head_dim: int) -> None:
+        reason = self.refuses(op, f, head_dim)
+        if reason:
+            raise RequestError(reason)
+
+
+def _is_torch(x: Any) -> bool:
+    return type(x).__module__.split(".")[0] == "torch"
+
+
+def _array(x: Any, what: str) -> NDArray[Any]:
+    """The array behind x, sharing its memory; torch tensors must be on the CPU."""
+    if not _is_torch(x):
+        return np.asarray(x)
+    if x.device.type != "cpu":
+        raise RequestError(f"{what} is on {x.device}; the cpu backend takes CPU tensors")
+    tensor = x.detach()
+    if tensor.is_floating_point():
+        tensor = tensor.float()  # NumPy has no bfloat16; float32 is not copied
+    return tensor.numpy()  # type: ignore[no-any-return]
+
+
+def _floats(x: Any, what: str) -> NDArray[np.float32]:
+    values = _array(x, what)
+    if values.dtype.kind not in "fiu":
+        raise RequestError(f"{what} must be an array of real numbers, got {values.dtype}")
+    return values.astype(np.float32, copy=False)
+
+
+def _bytes(x: Any, what: str) -> NDArray[np.uint8]:
+    values = _array(x, what)
+    if values.dtype != np.uint8:
+        raise RequestError(f"{what} must be a uint8 array of encoded rows, got {values.dtype}")
+    return values
+
+
+def _last_contiguous(x: NDArray[Any]) -> NDArray[Any]:
+    """x itself if the kernels can read it in place, otherwise a contiguous copy."""
+    in_place = x.strides[-1] == x.itemsize and all(s % x.itemsize == 0 for s in x.strides)
+    return x if in_place else np.ascontiguousarray(x)
+
+
+def _like(q: Any, out: NDArray[np.float32]) -> Any:
+    """`out` as a torch tensor if the query was one."""
+    if not _is_torch(q):
+        return out
+    import torch
+
+    return torch.from_numpy(out)
+
+
+def _threads(threads: int | None) -> int:
+    if threads is None:
+        return default_threads()
+    if threads < 1:
+        raise RequestError(f"attention: threads {threads} is not positive")
+    return threads
+
+
+def _no_scale(f: Format, scale: Any) -> bool:
+    """True if there is no scale to pass on; RequestError if the format takes none."""
+    if scale is None:
+        return True
+    if f.scaled:
+        return False
+    values = np.asarray(scale, np.float32)
+    if values.size != 1 or float(values.reshape(-1)[0]) != 1.0:
+        raise RequestError(f"{f.name}: takes no scale (its scales are in its blocks)")
+    return True
+
+
+def _row_scales(f: Format, scale: Any, lead: tuple[int, ...]) -> NDArray[np.float32] | None:
+    """One float32 scale per row, or None."""
+    if _no_scale(f, scale):
+        return None
+    factor = np.asarray(_array(scale, f"{f.name}: scale"), np.float32)
+    try:
+        rows = np.broadcast_to(factor, lead)
+    except ValueError:
+        raise RequestError(
+            f"{f.name}: scale of shape {factor.shape} does not fit rows of shape {lead}"
+        ) from None
+    _check_scales(f, factor)
+    return np.ascontiguousarray(rows).reshape(-1)
+
+
+def _head_scales(f: Format, scale: Any, heads: int, what: str) -> NDArray[np.float32] | None:
+    """One float32 scale per KV head, or None."""
+    if _no_scale(f, scale):
+        return None
+    factor = np.asarray(_array(scale, what), np.float32)
+    if factor.shape not in ((), (1,), (heads,)):
+        raise RequestError(f"{f.name}: {what} has shape {factor.shape}, needs ({heads},)")
+    _check_scales(f, factor)
+    return np.ascontiguousarray(np.broadcast_to(factor, (heads,)))
+
+
+def _check_scales(f: Format, factor: NDArray[np.float32]) -> None:
+    if not (np.isfinite(factor) & (factor > 0)).all():
+        raise RequestError(f"{f.name}: scales must be positive and finite")
+
+
+def _refuse_bad_row(row: int, f: Format, side: str) -> None:
+    if row >= 0:
+        raise RequestError(f"{f.name}: row {row} of the {side}: stored scale is not finite")
+
+
+@lru_cache(maxsize=1)
+def _shipped_digest() -> str:
+    binary = Path(_kernels.__file__).read_bytes()
+    return hashlib.sha256(binary + source_digest().encode()).hexdigest()
