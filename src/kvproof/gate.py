@@ -53,6 +53,9 @@ from kvproof.rules import (
 
 Progress = Callable[[str], None]
 
+# NMSE of the published self-test scores with a rotated query: 1.5e-10 observed (turbo4).
+ROTATED = 1e-9
+
 CHECK_OF = {"tbq3_0": "turbo3", "tbq4_0": "turbo4", "tq4": "row", "tq3": "row"}
 FORMAT_CHECKS = ("turbo3", "turbo4", "stock", "row")
 OPERATOR_CHECKS = ("fused", "gqa", "causal", "window", "split")
@@ -114,7 +117,8 @@ def _published(check: str) -> tuple[Float64, Float64]:
 
 def _self_test(check: str, exam: Examination) -> None:
     got, want = _published(check)
-    compare(exam, "parity", got, want, PRINTED)
+    compare(exam, "parity", got[:1], want[:1], PRINTED)
+    compare(exam, "truth", got[1:], want[1:], ROTATED)
 
 
 def _reproduce(fixture: Fixture, exam: Examination) -> None:
