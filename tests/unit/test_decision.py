@@ -30,7 +30,9 @@ def record(kind, pair, metrics=None, *, outcome=Outcome.PASSED, reason=None, **m
     c = Candidate.parse(pair)
     subject = {"kind": kind, "lane": "kv", "backend": "cpu", "model": "m" * 64, "model_name": "toy"}
     subject |= {"key": c.key, "value": c.value, **more}
-    gates = (GatePass("0" * 16, digest),) if kind == "speed" and outcome is Outcome.PASSED else ()
+    gates = ()
+    if kind == "speed" and outcome is Outcome.PASSED:
+        gates = (gate("f16", digest=digest).gate_pass(),)
     return Evidence(
         subject,
         outcome,

@@ -154,11 +154,17 @@ def _template(
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "mib": lambda n: f"{n / 2**20:.2f}" if n < 100 * 2**20 else f"{n / 2**20:.0f}",
+        "mib": _mib,
         "md": _escape_markdown,
         "sig": lambda x: f"{x:.3g}",
     }
     return environment.get_template(name).render(view(content, evidence))
+
+
+def _mib(n: float | None) -> str:
+    if n is None:
+        return "?"
+    return f"{n / 2**20:.{2 if n < 100 * 2**20 else 0}f}"
 
 
 def _escape_markdown(text: object) -> str:
@@ -343,11 +349,11 @@ def _not_run(evidence: Iterable[Evidence], rows: Sequence[Mapping[str, Any]]) ->
 
 def _subject_text(e: Evidence) -> str:
     skip = {"kind", "lane", "backend", "model", "model_name", "key", "value", "tokens_sha256"}
-    return ", ".join(f"{k} {v}" for k, v in e.subject.items() if k not in skip)
+    return ", ".join(f"{k} {v}" for k, v in sorted(e.subject.items()) if k not in skip)
 
 
 def _metrics_text(e: Evidence) -> str:
-    names = [k for k in e.metrics if "." not in k][:14]
+    names = sorted(k for k in e.metrics if "." not in k)[:20]
     return ", ".join(f"{k} {e.metrics[k]:.5g}" for k in names)
 
 
