@@ -1,0 +1,819 @@
+"""The command line. Commands parse, call one function and print; they decide nothing.
+
+Results go to stdout (one JSON document with --json), progress and logs to stderr. Exit codes: 0
+done and everything asked for passed; 1 something failed; 2 the request is wrong; 3 something asked
+for by name could not be run or is only diagnostic.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from kvproof.errors import Refused, RequestError
+
+if TYPE_CHECKING:
+    from kvproof.evidence import Evidence
+
+app = typer.Typer(
+    name="kvproof",
+    help="Which low-precision KV cache should this model ship with, on this machine? With proof.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="gemma-3-270m, smollm2-135m, a .gguf file, a folder, or a Hugging Face ORG/NAME.",
+        show_default=False,
+    ),
+]
+KeyType = Annotated[
+    str, typer.Option("--cache-type-k", help="Format of the cached keys (see `kvproof formats`).")
+]
+ValueType = Annotated[str, typer.Option("--cache-type-v", help="Format of the cached values.")]
+BackendName = Annotated[str, typer.Option("--backend", help="cpu or reference.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Threads; default: every core allowed.")
+]
+
+
+def main() -> NoReturn:
+    """Entry point: errors become one line and an exit code, never a traceback."""
+    # Typer carries click or its own copy of it, depending on its version; take the base classes from
+    # what it exports.
+    usage_error: Any = typer.BadParameter.__mro__[1]
+    click_error: Any = typer.BadParameter.__mro__[2]
+    try:
+        code = app(prog_name="kvproof", standalone_mode=False)
+    except RequestError as error:
+        _fail(str(error), 2)
+    except Refused as error:
+        _fail(str(error), 3)
+    except click_error as error:
+        context = getattr(error, "ctx", None) if isinstance(error, usage_error) else None
+        where = context.command_path if context else "kvproof"
+        text = error.format_message()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(text)
+            sys.exit(2)
+        _fail(f"{text} (see `{where} --help`)", 2)
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("stopped; finished measurements are kept, the same command goes on from there", 130)
+    except BrokenPipeError:  # `kvproof ... | head`
+        sys.stderr.close()
+        sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"kvproof: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _table(
+    title: str, columns: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Any]
+) -> None:
+    """A plain table on stdout; numbers are right-aligned, nothing is cut off when piped."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    body = [[escape(str(cell)) for cell in row] for row in rows]
+    for i, column in enumerate(columns):
+        numeric = bool(body) and all(
+            re.match(r"[-+]?[\d.]", row[i]) or row[i] in "-" for row in body
+        )
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in body:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(table)
+
+
+@contextmanager
+def _progress(quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A spinner with the current step and the time it has taken, on stderr; lines when piped."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda _: None
+    elif not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+    else:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("")
+            yield lambda text: progress.update(task, description=text.replace("[", r"\["))
+
+
+@contextmanager
+def _fetch_progress() -> Iterator[Callable[[Any], Any]]:
+    """A bar for downloads and checks on stderr; licence notices are printed above it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    seen: set[tuple[str, str]] = set()
+
+    def say(p: Any) -> bool:
+        if p.step == "licence":
+            console.print(p.text, markup=False, highlight=False)
+        elif not console.is_terminal and (p.step, p.text) not in seen:
+            console.print(f"{p.step}: {p.text}", markup=False, highlight=False)
+        seen.add((p.step, p.text))
+        return console.is_terminal and p.step != "licence"
+
+    if not console.is_terminal:
+        yield say
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def report(p: Any) -> None:
+            if say(p):
+                text = f"{p.step}: {p.text}".replace("[", r"\[")
+                progress.update(task, description=text, completed=p.done, total=p.total or None)
+
+        yield report
+
+
+def _resolve(model: str) -> Path:
+    """A model's local path; known names and repositories are fetched when they are absent."""
+    from kvproof import models
+
+    with _fetch_progress() as report:
+        return models.resolve(model, report)
+
+
+def _duration(text: str) -> float:
+    """Seconds of "90", "90s", "5m" or "1h"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)?", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise RequestError(f"--budget {text!r}: not a duration; write for example 90s, 5m or 1h")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[match[2]]
+
+
+def _size(text: str) -> int:
+    """Bytes of "8GiB", "500MB", "123456"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise RequestError(f"--memory {text!r}: not a size; write for example 8GiB or 500MB")
+    unit = (match[2] or "").lower()
+    base = 1024 if unit.endswith("i") else 1000
+    return int(float(match[1]) * base ** " kmgt".index(unit[:1] or " "))
+
+
+def _mib(n: int | float | None) -> str:
+    return "-" if n is None else f"{n / 2**20:,.2f}"
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="A known model or a Hugging Face ORG/NAME.")],
+    json_: Json = False,
+) -> None:
+    """Download a model, verify it and show its licence."""
+    from kvproof import models
+
+    with _fetch_progress() as report:
+        result = models.fetch(name, report)
+    if json_:
+        _print_json({"path": str(result.path), "sha256": result.sha256, "license": result.license})
+    else:
+        typer.echo(f"{result.path}\nsha256 {result.sha256}\nlicence: {result.license}")
+        if result.notice:
+            typer.echo(f"licence text: {result.notice}")
+
+
+@app.command()
+def inspect(
+    model: Model,
+    context: Annotated[int, typer.Option(min=1, help="Tokens to count bytes for.")] = 8192,
+    memory: Annotated[
+        str | None, typer.Option(help="Cache memory, e.g. 8GiB: print the longest context.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Layers by shape, and the bytes of a cache in every format."""
+    from kvproof.geometry import inspect_model
+
+    document = inspect_model(_resolve(model), context, _size(memory) if memory else None)
+    if json_:
+        _print_json(document)
+        return
+    groups = document["groups"]
+    typer.echo(
+        f"{document['architecture']}, {len(document['layers'])} layers, trained for "
+        f"{document['context_length'] or '?'} tokens; cache at {document['context']:,} tokens"
+    )
+    shape = ("layers", "heads", "KV heads", "head_dim K/V", "window", "cache", "tokens held")
+    _table(
+        "",
+        shape,
+        [
+            (
+                _ranges(g["layers"]),
+                g["num_heads"],
+                g["num_kv_heads"],
+                f"{g['head_dim_k']}/{g['head_dim_v']}",
+                g["window"] or "-",
+                "own" if g["owns_cache"] else "shared",
+                f"{g['cells']['tokens']:,} + {g['cells']['total'] - g['cells']['tokens']:,} slack",
+            )
+            for g in groups
+        ],
+    )
+    owning = [g for g in groups if g["owns_cache"]]
+    columns = ["format", *(f"each of {_ranges(g['layers'])}" for g in owning), "total", "of f16"]
+    columns += ["saved by windows", "by sharing", "in kvproof", *(["longest"] if memory else [])]
+    rows = []
+    for name, total in document["bytes"].items():
+        if total is None:
+            continue
+        per_layer, saved = document["bytes_per_layer"][name], document["savings"][name]
+        row = [name, *(_mib(per_layer[g["layers"][0]]) for g in owning), _mib(total)]
+        row += [f"{total / document['bytes']['f16']:.1%}", _mib(saved["windows"])]
+        row += [_mib(saved["sharing"]), _mib(document["bytes_exact"][name])]
+        if memory:
+            mark = "+" if document["max_context_capped"][name] else ""
+            row.append(f"{document['max_context'][name]:,}{mark}")
+        rows.append(row)
+    typer.echo("")
+    title = f"MiB as llama.cpp allocates it (micro-batch {document['ubatch']})"
+    _table(f'{title}; "in kvproof": its own cache, without slack', columns, rows)
+    if memory:
+        typer.echo(f"longest: tokens that fit in {memory}; + means all that the model was made for")
+    for name, reason in document["refused"].items():
+        typer.echo(f"refused: {name}: {reason}")
+    for field, value in document["source"]["defaults"].items():
+        typer.echo(f"not in the file, default used: {field} = {value}")
+    for note in document["source"]["notes"]:
+        typer.echo(note)
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """0-4, 6-10, 12: consecutive indices drawn together."""
+    parts: list[list[int]] = []
+    for i in indices:
+        if parts and i == parts[-1][1] + 1:
+            parts[-1][1] = i
+        else:
+            parts.append([i, i])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
+
+
+@app.command()
+def formats(
+    head_dim: Annotated[int, typer.Option(min=1, help="Row width to measure at.")] = 128,
+    json_: Json = False,
+) -> None:
+    """Every format: bits, error on N(0,1), and what it can hold."""
+    import numpy as np
+
+    from kvproof.formats import all_formats
+
+    x = np.random.default_rng(0).standard_normal((2**18 // head_dim + 1, head_dim), np.float32)
+    power = float(np.square(x, dtype=np.float64).sum())
+    rows = []
+    for f in all_formats():
+        reason = f.refuses(head_dim, sorted(f.sides)[0])
+        entry: dict[str, Any] = {
+            "name": f.name,
+            "sides": sorted(f.sides),
+            "rotation": f.rotation,
+            "multiple": f.multiple,
+            "source": f.source,
+            "refused": reason,
+        }
+        if reason is None:
+            error = float(np.square(f.decode(f.encode(x)) - x, dtype=np.float64).sum()) / power
+            bits = f.bits(head_dim)
+            above = 10 * np.log10(error) + 10 * np.log10(4) * bits
+            entry |= {"bits": bits, "relative_mse": error, "db_above_bound": float(above)}
+        rows.append(entry)
+    if json_:
+        _print_json({"head_dim": head_dim, "formats": rows})
+        return
+    _table(
+        f"Formats at head_dim {head_dim}; error on N(0,1); dB above the bound 4^-bits",
+        ("format", "bits", "relative MSE", "dB", "domain", "holds", "source"),
+        [
+            (
+                r["name"],
+                f"{r['bits']:.3f}" if "bits" in r else "-",
+                f"{r['relative_mse']:.3g}" if "bits" in r else "-",
+                f"{r['db_above_bound']:.2f}" if "bits" in r else "-",
+                r["rotation"],
+                ", ".join(r["sides"]),
+                r["refused"] or r["source"],
+            )
+            for r in rows
+        ],
+    )
+
+
+@app.command()
+def doctor(json_: Json = False) -> None:
+    """What this machine offers: backends, instruction sets, optional parts."""
+    import importlib.metadata
+    import importlib.util
+
+    from kvproof import __version__, backends
+    from kvproof.backends.cpu import isas
+    from kvproof.formats import all_formats
+
+    rows: list[dict[str, Any]] = []
+    for name in (*backends.names(), "cuda", "vulkan", "metal"):
+        try:
+            be = backends.get(name)
+        except Refused as reason:
+            rows.append({"backend": name, "available": False, "reason": str(reason)})
+            continue
+        kernels = {
+            f.name: be.kernel("attention", f, 128)
+            for f in all_formats()
+            if be.refuses("attention", f, 128) is None
+        }
+        rows.append(
+            {"backend": name, "available": True, "digest": be.digest(), "kernels": kernels}
+            | {"environment": be.environment()}
+        )
+    parts = {}
+    for part in ("torch", "transformers", "sentencepiece", "tokenizers", "xllamacpp"):
+        found = importlib.util.find_spec(part) is not None
+        parts[part] = importlib.metadata.version(part) if found else None
+    document = {"version": __version__, "backends": rows, "cpu_isas": isas(), "optional": parts}
+    if json_:
+        _print_json(document)
+        return
+    typer.echo(f"kvproof {__version__}")
+    for row in rows:
+        if not row["available"]:
+            typer.echo(f"{row['backend']}: no: {row['reason']}")
+            continue
+        env = row["environment"]
+        typer.echo(
+            f"{row['backend']}: {env['device']}, instruction set {env['isa']}, "
+            f"{env['threads']} threads, kernels {row['digest'][:12]}"
+        )
+    have = ", ".join(name for name, ok in isas().items() if ok)
+    lack = ", ".join(name for name, ok in isas().items() if not ok) or "none"
+    typer.echo(f"CPU instruction sets: {have} (not on this machine: {lack})")
+    for part, version in parts.items():
+        typer.echo(f"{part}: {version or 'not installed'}")
+
+
+@app.command()
+def verify(
+    backend: Annotated[str, typer.Option("--backend", help="A backend, or all.")] = "all",
+    check: Annotated[
+        list[str] | None, typer.Option("--check", help="Only this check; may be repeated.")
+    ] = None,
+    fixtures: Annotated[
+        Path | None, typer.Option(help="Folder of public fixture files (JSON) to run too.")
+    ] = None,
+    format_: Annotated[
+        list[str] | None, typer.Option("--format", help="Only this format; may be repeated.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Hold every kernel to the reference; exit code 0 only if all passed."""
+    from kvproof import backends, gate
+    from kvproof.evidence import Outcome, aggregate, exit_code
+
+    names = backends.names() if backend == "all" else (backend,)
+    with _progress() as tell:
+        results = gate.verify(
+            names, checks=check, fixtures=fixtures, formats=format_, progress=tell
+        )
+    outcome = aggregate(Outcome(r["outcome"]) for r in results)
+    if json_:
+        _print_json({"outcome": str(outcome), "results": results})
+        raise typer.Exit(exit_code(outcome))
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for r in results:
+        groups.setdefault((r["check"], r["backend"], r["format"] or ""), []).append(r)
+    rows = []
+    for (name, on, fmt), of in groups.items():
+        worst = max(of, key=lambda r: (r["worst_error"] or 0) / (r["bound"] or 1))
+        rows.append(
+            (
+                name,
+                on,
+                fmt,
+                str(aggregate(Outcome(r["outcome"]) for r in of)),
+                "-" if worst["worst_error"] is None else f"{worst['worst_error']:.1e}",
+                "-" if worst["bound"] is None else f"{worst['bound']:.1e}",
+                len(of),
+                f"{sum(r['outputs'] or 0 for r in of):,}",
+            )
+        )
+    columns = ("check", "backend", "format", "outcome", "worst error", "bound", "cases", "outputs")
+    _table("", columns, rows)
+    for r in results:
+        if r["outcome"] != "PASSED":
+            typer.echo(f"{r['outcome']}: {r['check']} {r['backend']}: {r['reason']}")
+    passed = sum(r["outcome"] == "PASSED" for r in results)
+    outputs = sum(r["outputs"] or 0 for r in results)
+    typer.echo(f"{outcome}: checks {passed}/{len(results)}, outputs {outputs:,}")
+    raise typer.Exit(exit_code(outcome))
+
+
+def _policy(path: Path | None, **changes: Any) -> Any:
+    from dataclasses import replace
+
+    from kvproof.decision import Policy
+
+    return replace(Policy.load(path), **{k: v for k, v in changes.items() if v is not None})
+
+
+def _text(path: Path | None) -> dict[str, Any]:
+    """Keyword arguments of the lane for --text FILE."""
+    if path is None:
+        return {}
+    try:
+        return {"text": path.read_text(encoding="utf-8"), "text_name": path.name}
+    except OSError as error:
+        raise RequestError(f"--text {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--text {path}: not UTF-8 text ({error.reason})") from error
+
+
+def _store(out: Path) -> Any:
+    """The evidence store in a folder, which is made if it is not there."""
+    from kvproof.evidence import Store
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--out {out}: cannot be created ({error.strerror})") from error
+    return Store(out / "evidence.jsonl")
+
+
+def _out(out: Path | None, model: str) -> Path:
+    """--out, or a folder named after the model in the working directory."""
+    return out or Path("kvproof-" + re.sub(r"[^\w.-]+", "-", Path(model).name))
+
+
+def _exit_for(evidence: Sequence[Evidence]) -> NoReturn:
+    """1 if something that ran failed, else 0: refused and unfinished candidates are an answer."""
+    raise typer.Exit(1 if any(e.outcome == "FAILED" for e in evidence) else 0)
+
+
+OutDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder for evidence and report; default ./kvproof-MODEL."),
+]
+Text = Annotated[Path | None, typer.Option("--text", help="Evaluation text (UTF-8 file).")]
+PolicyFile = Annotated[Path | None, typer.Option("--policy", help="Policy file (TOML).")]
+
+
+@app.command()
+def decide(
+    model: Model,
+    backend: BackendName = "cpu",
+    budget: Annotated[
+        str | None, typer.Option(help="Time to spend measuring, e.g. 90s, 5m, 1h.")
+    ] = None,
+    policy: PolicyFile = None,
+    text: Text = None,
+    out: OutDir = None,
+    json_: Json = False,
+) -> None:
+    """Gate, quality, speed, decision, report. Resumes from the evidence in --out."""
+    from kvproof import report as reports
+    from kvproof.lanes.kv import decide_model
+
+    rules = _policy(policy)
+    seconds = _duration(budget) if budget else None
+    words = _text(text)
+    path = _resolve(model)
+    folder = _out(out, model)
+    store = _store(folder)
+    with _progress() as tell:
+        result = decide_model(
+            path,
+            rules,
+            store,
+            backend=backend,
+            name=model,
+            budget_seconds=seconds,
+            progress=tell,
+            **words,
+        )
+    paths = reports.write(folder, result)
+    if json_:
+        document = {"decisions": [result.decision.as_dict()]}
+        _print_json(document | {"report": {k: str(v) for k, v in paths.items()}})
+    else:
+        _print_decision(result)
+        typer.echo(f"report: {paths['report.html']}")
+    _exit_for(result.evidence)
+
+
+def _print_decision(result: Any) -> None:
+    d = result.decision
+    typer.echo(f"{result.about.model_name} on {d.backend} ({d.device})")
+    rows = [(v.candidate.name, v.status, v.reason) for v in d.verdicts]
+    _table("", ("keys/values", "verdict", "why"), rows)
+    typer.echo(f"\n{d.reason}")
+    for engine, flag in d.flags.items():
+        typer.echo(f"{engine}: {flag}")
+
+
+def _measure(
+    kind: str, model: str, rules: Any, out: Path | None, text: Path | None, json_: bool
+) -> None:
+    """`bench` and `quality`: one measurement of decide, without its decision."""
+    from kvproof.lanes.kv import decide_model
+
+    words = _text(text)
+    path = _resolve(model)
+    store = _store(_out(out, model))
+    with _progress() as tell:
+        result = decide_model(
+            path, rules, store, name=model, progress=tell, measures=(kind,), **words
+        )
+    records = [e for e in result.evidence if e.subject["kind"] in (kind, "gate", "candidate")]
+    if json_:
+        _print_json({"results": [e.document() | {"id": e.id} for e in records]})
+    else:
+        _print_measured(kind, [e for e in records if e.subject["kind"] == kind])
+        for e in records:
+            if e.outcome != "PASSED":
+                pair = f"{e.subject.get('key')}/{e.subject.get('value')}"
+                typer.echo(f"{e.outcome}: {e.subject['kind']} {pair}: {e.reason}")
+    _exit_for(records)
+
+
+def _print_measured(kind: str, records: Sequence[Evidence]) -> None:
+
+    def interval(m: Mapping[str, float], name: str, spec: str) -> str:
+        low, high = m[f"{name}_low"], m[f"{name}_high"]
+        return f"{m[name]:{spec}} [{low:{spec}}, {high:{spec}}]"
+
+    rows: list[tuple[str, ...]] = []
+    for e in records:
+        s, m = e.subject, e.metrics
+        pair = f"{s['key']}/{s['value']}"
+        if e.outcome != "PASSED":
+            continue
+        if kind == "quality":
+            rows.append(
+                (
+                    pair,
+                    interval(m, "kld", ".5f"),
+                    interval(m, "same_top", ".2%"),
+                    interval(m, "delta_nll", "+.5f"),
+                    f"{m['tokens']:.0f}",
+                )
+            )
+        else:
+            rows.append(
+                (
+                    pair,
+                    f"{s['phase']}{s['tokens']} @ {s['depth']}",
+                    f"{m['tokens_per_second']:.1f}",
+                    f"{m['tokens_per_second_f16']:.1f}",
+                    interval(m, "ratio", ".3f"),
+                    f"{m['attention_share']:.0%}",
+                    str(s.get("kernels", "")),
+                )
+            )
+    quality = ("keys/values", "KLD, nats", "same top token", "change of loss", "tokens")
+    speed = ("keys/values", "what", "tok/s", "f16", "ratio [95 %]", "attention", "kernels")
+    _table("", quality if kind == "quality" else speed, rows)
+
+
+@app.command()
+def quality(
+    model: Model,
+    key: Annotated[str | None, typer.Option("--cache-type-k", help="Key format.")] = None,
+    value: Annotated[str | None, typer.Option("--cache-type-v", help="Value format.")] = None,
+    text: Text = None,
+    policy: PolicyFile = None,
+    out: OutDir = None,
+    json_: Json = False,
+) -> None:
+    """KLD, same top token and change of loss against the f16 cache, with intervals."""
+    _measure("quality", model, _policy(policy, candidates=_pair(key, value)), out, text, json_)
+
+
+@app.command()
+def bench(
+    model: Model,
+    key: Annotated[str | None, typer.Option("--cache-type-k", help="Key format.")] = None,
+    value: Annotated[str | None, typer.Option("--cache-type-v", help="Value format.")] = None,
+    depths: Annotated[
+        str | None, typer.Option(help="Tokens already in the cache, e.g. 512,4096.")
+    ] = None,
+    policy: PolicyFile = None,
+    out: OutDir = None,
+    json_: Json = False,
+) -> None:
+    """Prompt and decode speed at depths, in rounds that alternate with the f16 cache."""
+    at = None
+    if depths is not None:
+        parts = depths.split(",")
+        if not all(p.strip().isdigit() for p in parts):
+            raise RequestError(f"--depths {depths!r}: write whole numbers, e.g. 512,4096")
+        at = tuple(int(p) for p in parts)
+    rules = _policy(policy, candidates=_pair(key, value), depths=at)
+    _measure("speed", model, rules, out, None, json_)
+
+
+def _pair(key: str | None, value: str | None) -> tuple[str] | None:
+    """The one candidate of --cache-type-k/-v, or None for those of the policy."""
+    from kvproof.formats import get
+
+    if key is None and value is None:
+        return None
+    return (f"{get(key or 'f16').name}/{get(value or 'f16').name}",)
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="Folder that `kvproof decide` wrote.")],
+    json_: Json = False,
+) -> None:
+    """Draw report.html and report.md again from decision.json and evidence.jsonl."""
+    from kvproof import report as reports
+
+    paths = reports.report(directory)
+    if json_:
+        _print_json({name: str(path) for name, path in paths.items()})
+    else:
+        for path in paths.values():
+            typer.echo(str(path))
+
+
+@app.command()
+def merge(
+    evidence: Annotated[list[Path], typer.Argument(help="Evidence files (JSON Lines).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
+    json_: Json = False,
+) -> None:
+    """Put evidence of several runs or machines into one file; bad lines are named and left out."""
+    from kvproof.evidence import Store
+
+    if out.exists():
+        raise RequestError(f"--out {out}: exists already; name a new file")
+    kept: dict[str, Evidence] = {}
+    bad = []
+    for path in evidence:
+        if not path.is_file():
+            raise RequestError(f"{path}: no such file; name evidence files (evidence.jsonl)")
+        for e in Store(path).read():
+            if e.subject["kind"] == "unreadable":
+                bad.append(f"{path}: {e.reason}")
+            else:
+                kept.setdefault(e.id, e)
+    Store(out).append(*kept.values())
+    devices = sorted({e.environment.device for e in kept.values()})
+    if json_:
+        _print_json({"records": len(kept), "devices": devices, "left_out": bad, "path": str(out)})
+    else:
+        typer.echo(f"{out}: {len(kept)} records of {', '.join(devices) or 'no device'}")
+        for line in bad:
+            typer.echo(f"left out: {line}", err=True)
+    raise typer.Exit(1 if bad else 0)
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="Text to continue.")],
+    tokens: Annotated[int, typer.Option("-n", "--predict", min=1, help="Tokens to write.")] = 64,
+    key: KeyType = "f16",
+    value: ValueType = "f16",
+    decision: Annotated[
+        Path | None, typer.Option(help="decision.json: use what was chosen there.")
+    ] = None,
+    backend: BackendName = "cpu",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Anything other than as requested is an error.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Continue a text, greedily, with the cache held in the named formats."""
+    import time
+
+    from kvproof import backends
+    from kvproof.formats import get
+
+    key, value = get(key).name, get(value).name
+    notes: list[str] = []
+    if decision is not None:
+        key, value, notes = _decided(decision, backend)
+    if strict and notes:
+        raise RequestError(f"--strict: {'; '.join(notes)}")
+    for note in notes:
+        typer.echo(f"kvproof: {note}", err=True)
+    backends.get(backend)
+    path = _resolve(model)
+    from kvproof.engines.transformers import load
+
+    with _progress() as tell:
+        tell("loading the model")
+        engine = load(path)
+        cache = engine.new_cache(key=key, value=value, backend=backend)
+        ids = engine.tokenizer.encode(prompt)
+    if not ids:
+        raise RequestError("--prompt is empty and the model has no start token; write some text")
+    produced: list[int] = []
+    shown = ""
+    first = last = time.perf_counter()
+    if not json_:
+        typer.echo(prompt, nl=False)
+    for token in engine.generate(ids, cache, tokens):
+        produced.append(token)
+        last = time.perf_counter()
+        if len(produced) == 1:
+            first = last
+        if not json_:
+            text = engine.tokenizer.decode(produced)
+            if not text.endswith("\ufffd"):  # half a character: the next token completes it
+                typer.echo(text[len(shown) :], nl=False)
+                sys.stdout.flush()
+                shown = text
+    speed = (len(produced) - 1) / (last - first) if len(produced) > 1 else None
+    owners = cache.kv.owners
+    effective = {
+        "key": ", ".join(sorted({layer.key.name for layer in owners})),
+        "value": ", ".join(sorted({layer.value.name for layer in owners})),
+    }
+    document = {
+        "text": engine.tokenizer.decode(produced),
+        "tokens": len(produced),
+        "token_ids": produced,
+        "prompt_tokens": len(ids),
+        "cache": {
+            "requested": {"key": key, "value": value},
+            "effective": effective,
+            "bytes": cache.kv.nbytes,
+            "kernels": [dict(k) for k in cache.kv.witness()],
+        },
+        "tokens_per_second": speed,
+    }
+    if json_:
+        _print_json(document)
+        return
+    rate = f", {speed:.1f} tokens/s after the first" if speed else ""
+    typer.echo(
+        f"\n[{len(produced)} tokens{rate}; cache keys {effective['key']}, values "
+        f"{effective['value']}, {_mib(cache.kv.nbytes)} MiB]",
+        err=True,
+    )
+
+
+def _decided(path: Path, backend: str) -> tuple[str, str, list[str]]:
+    """Key and value format of a decision.json, and what differs between there and here."""
+    from kvproof.backends import get
+
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))["decisions"][0]
+        chosen = entry["chosen"]["key"], entry["chosen"]["value"]
+        made_on = (entry["backend"], entry["device"])
+    except OSError as error:
+        raise RequestError(f"--decision {path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise RequestError(
+            f"--decision {path}: not a decision.json of `kvproof decide` ({error!r})"
+        ) from error
+    from kvproof.evidence import Environment
+
+    here = (backend, Environment.current(get(backend).environment()).device)
+    notes = []
+    if made_on != here:
+        notes.append(
+            f"the decision was made on {' '.join(made_on)}, this is {' '.join(here)}; run "
+            "`kvproof decide` here"
+        )
+    return *chosen, notes
+
+
+if __name__ == "__main__":
+    main()
