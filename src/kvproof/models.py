@@ -153,6 +153,8 @@ KNOWN: dict[str, KnownModel] = {
 
 _REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+\.gguf))?")
 
+_UNKNOWN_LICENSE = "see the model card"
+
 # What loading a model needs. Pickles (.bin, .pt) and code (.py) are left out on purpose.
 _REPOSITORY_FILES = (
     "config.json",
@@ -189,11 +191,11 @@ def resolve(model: str, progress: Report | None = None) -> Path:
     known = KNOWN.get(model)
     if known is not None:
         path = _model_dir(known) / known.file
-        return path if _is_verified(path, known) else _fetch_known(known, progress).path
+        return path if _is_verified(path, known) else _fetch_known(known, progress or _silent).path
     path = Path(model).expanduser()
     if path.exists():
         return path
-    return _fetch_repository(*_repository(model), progress).path
+    return _fetch_repository(*_repository(model), progress or _silent).path
 
 
 def fetch(name: str, progress: Report | None = None) -> FetchResult:
@@ -204,8 +206,13 @@ def fetch(name: str, progress: Report | None = None) -> FetchResult:
     """
     known = KNOWN.get(name)
     if known is not None:
-        return _fetch_known(known, progress)
-    return _fetch_repository(*_repository(name), progress)
+        return _fetch_known(known, progress or _silent)
+    report = progress or _silent
+    return _fetch_repository(*_repository(name), report).result(report)
+
+
+def _silent(_: Progress) -> None:
+    pass
 
 
 def _repository(name: str) -> tuple[str, str | None]:
@@ -228,8 +235,7 @@ def _model_dir(model: KnownModel) -> Path:
     return cache_dir() / "models" / model.name
 
 
-def _fetch_known(model: KnownModel, progress: Report | None) -> FetchResult:
-    report = progress or (lambda _: None)
+def _fetch_known(model: KnownModel, report: Report) -> FetchResult:
     folder = _model_dir(model)
     path = folder / model.file
     stage = folder / "stage"
@@ -474,8 +480,28 @@ def _lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 # --- Hugging Face repositories --------------------------------------------------------------------
 
 
-def _fetch_repository(repo: str, gguf: str | None, progress: Report | None) -> FetchResult:
-    report = progress or (lambda _: None)
+@dataclass(frozen=True)
+class _Snapshot:
+    """Files of a repository on this disk, by their names in it."""
+
+    paths: dict[str, Path]
+    license: str
+
+    @property
+    def path(self) -> Path:
+        """The GGUF file, or the folder around config.json and the weights."""
+        config = self.paths.get("config.json")
+        return config.parent if config else next(iter(self.paths.values()))
+
+    def result(self, report: Report) -> FetchResult:
+        digests = {name: _sha256(path, report) for name, path in sorted(self.paths.items())}
+        listing = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+        whole = hashlib.sha256(listing.encode()).hexdigest()
+        digest = whole if "config.json" in digests else next(iter(digests.values()))
+        return FetchResult(self.path, digest, self.license, None)
+
+
+def _fetch_repository(repo: str, gguf: str | None, report: Report) -> _Snapshot:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise Refused(
             f"{repo}: Hugging Face repositories need huggingface_hub; "
@@ -487,21 +513,22 @@ def _fetch_repository(repo: str, gguf: str | None, progress: Report | None) -> F
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
+    info = None
     try:
         info = HfApi(endpoint=endpoint).model_info(repo, files_metadata=True)
         sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
         names = _wanted(repo, gguf, list(sizes))
-        license_name = str(getattr(info.card_data, "license", None) or "see the model card")
+        license_name = str(getattr(info.card_data, "license", None) or _UNKNOWN_LICENSE)
         report(Progress("licence", f"{repo}: license {license_name}"))
-        total = sum(sizes[n] for n in names)
-        _check_hub_space(repo, total)
-        done = 0
-        paths: dict[str, Path] = {}
+        _check_hub_space(repo, str(info.sha), {n: sizes[n] for n in names})
+        total, done = sum(sizes[n] for n in names), 0
+        paths = {}
         for name in names:
             report(Progress("download", f"{repo}/{name}", done, total))
             paths[name] = Path(hf_hub_download(repo, name, revision=info.sha, endpoint=endpoint))
             done += sizes[name]
         report(Progress("download", repo, done, total))
+        return _Snapshot(paths, license_name)
     except GatedRepoError as error:
         raise Refused(
             f"{repo}: the repository is gated; accept its licence on its page and set HF_TOKEN"
@@ -512,21 +539,46 @@ def _fetch_repository(repo: str, gguf: str | None, progress: Report | None) -> F
             f"{', '.join(KNOWN)}"
         ) from error
     except _download_errors(HfHubHTTPError) as error:
+        if info is None:
+            cached = _cached_snapshot(repo, gguf)
+            if cached is not None:
+                report(Progress("verify", f"{repo}: no network, using the copy on this disk"))
+                return cached
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Refused(
             f"{repo}: download failed: {reason}; check the network (or HF_ENDPOINT) and run the "
             "same command again, finished files are kept"
         ) from error
-    if gguf is not None or len(names) == 1:
-        path = paths[names[0]]
-        return FetchResult(path, _sha256(path, report), license_name, None)
-    lines = "".join(f"{_sha256(paths[n], report)}  {n}\n" for n in sorted(names))
-    folder = paths["config.json"].parent
-    return FetchResult(folder, hashlib.sha256(lines.encode()).hexdigest(), license_name, None)
+
+
+def _cached_snapshot(repo: str, gguf: str | None) -> _Snapshot | None:
+    """The newest complete copy from an earlier fetch, for work without a network."""
+    from huggingface_hub import constants, scan_cache_dir
+
+    if not Path(constants.HF_HUB_CACHE).is_dir():
+        return None
+    found = [r for r in scan_cache_dir(constants.HF_HUB_CACHE).repos if r.repo_id == repo]
+    revisions = [revision for entry in found for revision in entry.revisions]
+    for revision in sorted(revisions, key=lambda r: r.last_modified, reverse=True):
+        folder = revision.snapshot_path
+        try:
+            names = _wanted(
+                repo, gguf, [p.relative_to(folder).as_posix() for p in folder.rglob("*")]
+            )
+            if "model.safetensors.index.json" in names:
+                index = json.loads((folder / "model.safetensors.index.json").read_text())
+                if not set(index["weight_map"].values()) <= set(names):
+                    continue  # an earlier fetch broke off between two shards
+        except (RequestError, ValueError, KeyError):
+            continue
+        return _Snapshot({name: folder / name for name in names}, _UNKNOWN_LICENSE)
+    return None
 
 
 def _wanted(repo: str, gguf: str | None, names: list[str]) -> list[str]:
     """Files of a repository that loading needs, out of all its `names`."""
+    # Names become paths on this disk.
+    names = [n for n in names if "\\" not in n and not {"..", "/"} & {*PurePosixPath(n).parts}]
     ggufs = sorted(n for n in names if n.endswith(".gguf"))
     if gguf is not None:
         if gguf not in ggufs:
@@ -557,9 +609,14 @@ def _wanted(repo: str, gguf: str | None, names: list[str]) -> list[str]:
     )
 
 
-def _check_hub_space(repo: str, need: int) -> None:
-    from huggingface_hub import constants
+def _check_hub_space(repo: str, revision: str, sizes: dict[str, int]) -> None:
+    from huggingface_hub import constants, try_to_load_from_cache
 
+    need = sum(
+        size
+        for name, size in sizes.items()
+        if not isinstance(try_to_load_from_cache(repo, name, revision=revision), str)
+    )
     folder = Path(constants.HF_HUB_CACHE)
     while not folder.exists():
         folder = folder.parent
