@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -462,9 +463,7 @@ class _Fields:
         return Source(self.path, self.kind, self.read, self.defaults, tuple(self.notes))
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+_short = reprlib.repr  # bounded in length and depth, whatever a file holds
 
 
 def _head_dim_default(fields: _Fields, name: str, hidden: str, heads: Sequence[int]) -> int:
@@ -481,7 +480,9 @@ def _check_heads(fields: _Fields, name: str, heads: Sequence[int], kv: Sequence[
     for i, (h, n) in enumerate(zip(heads, kv, strict=True)):
         if h == 0 or n == 0:
             fields.fail(
-                name, f"layer {i} has no attention heads: it keeps another state than a KV cache"
+                name,
+                f"layer {i} has no attention heads: a recurrent, linear-attention or "
+                "attention-free layer; hybrid models are not supported",
             )
         if h % n:
             fields.fail(name, f"layer {i}: {h} query heads are not a multiple of {n} KV heads")

