@@ -71,7 +71,9 @@ struct Book {
   int count = 0;             // 8 or 16
   float value[16] = {};      // ascending
   float cut[15] = {};        // code = number of cuts < z
-  float start = 0;           // row formats: first unit of a unit-variance row
+  float start = 0;           // row formats: unit of a unit-variance row,
+  int n_tries = 0;           // and the multiples of it that are tried
+  float tries[16] = {};
   Table key = {}, value_side = {};
 };
 

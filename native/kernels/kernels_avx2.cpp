@@ -45,6 +45,17 @@ struct Avx2 : CodesAvx2 {
   static F if_above(F x, F limit, float value) {
     return _mm256_and_ps(mask_above(x, limit), set(value));
   }
+  static bool all_below(F x, F limit) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ)) == 0xff;
+  }
+  static F tie_magnitude(F z) {  // |z|, one ulp up unless z > 0 (a true mask is -1)
+    const W up = _mm256_castps_si256(_mm256_cmp_ps(z, zero(), _CMP_NGT_UQ));
+    return _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_castps_si256(abs(z)), up));
+  }
+  static F negate_unless_positive(F z, F x) {
+    const F mask = _mm256_cmp_ps(z, zero(), _CMP_NGT_UQ);
+    return _mm256_xor_ps(x, _mm256_and_ps(mask, set(-0.f)));
+  }
   static F scale_by_power(F p, W n) {
     const W bits = _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(p, _mm256_castsi256_ps(bits));

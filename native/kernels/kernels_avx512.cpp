@@ -36,6 +36,17 @@ struct Avx512 : CodesAvx2 {
   static F if_above(F x, F limit, float value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), set(value));
   }
+  static bool all_below(F x, F limit) {
+    return _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ) == 0xffff;
+  }
+  static F tie_magnitude(F z) {  // |z|, one ulp up unless z > 0
+    const W bits = _mm512_castps_si512(abs(z));
+    return _mm512_castsi512_ps(_mm512_mask_add_epi32(
+        bits, _mm512_cmp_ps_mask(z, zero(), _CMP_NGT_UQ), bits, _mm512_set1_epi32(1)));
+  }
+  static F negate_unless_positive(F z, F x) {
+    return negated(x, _mm512_cmp_ps_mask(z, zero(), _CMP_NGT_UQ));
+  }
   static F scale_by_power(F p, W n) {
     const W bits = _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23);
     return _mm512_mul_ps(p, _mm512_castsi512_ps(bits));

@@ -65,6 +65,17 @@ struct Scalar {
   static F if_above(F x, F limit, float value) {
     return each([=](int i) { return x.v[i] > limit.v[i] ? value : 0; });
   }
+  static bool all_below(F x, F limit) {
+    return x.v[0] < limit.v[0] && x.v[1] < limit.v[1] && x.v[2] < limit.v[2] && x.v[3] < limit.v[3];
+  }
+  static F tie_magnitude(F z) {
+    return each([=](int i) {
+      return from_bits((to_bits(z.v[i]) & 0x7fffffff) + std::uint32_t(!(z.v[i] > 0)));
+    });
+  }
+  static F negate_unless_positive(F z, F x) {
+    return each([=](int i) { return z.v[i] > 0 ? x.v[i] : -x.v[i]; });
+  }
   static F scale_by_power(F p, W n) {
     return each([=](int i) { return p.v[i] * from_bits(std::uint32_t(n.v[i] + 127) << 23); });
   }

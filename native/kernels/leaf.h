@@ -48,12 +48,32 @@ inline float stored_scale(const std::uint8_t* p, bool& ok) {
   return half_to_float(h);
 }
 
+// Stored scales are collected as halves, in the order of `scales`, and converted together: one at a
+// time they cost as much as the codes. A NaN or infinity becomes 0 and is reported.
+template <class I>
+bool convert_scales(const std::uint16_t* halves, int n, float* scales) {
+  constexpr int L = I::LANES;
+  const typename I::F infinity = I::set(__builtin_inff());
+  bool ok = true;
+  for (int i = 0; i < n; i += L) {
+    const typename I::F x = I::load_f16(reinterpret_cast<const std::uint8_t*>(halves + i));
+    ok = ok && I::all_below(I::abs(x), infinity);
+    I::store(scales + i, x);
+  }
+  for (int i = 0; !ok && i < n; ++i)
+    if (!(scales[i] - scales[i] == 0)) scales[i] = 0;
+  return ok;
+}
+
 template <class I, int F>
 bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* scales) {
   const typename I::Lut lut(table.entry);
-  const int groups = groups_of(rows.dim);
+  const int groups = groups_of(rows.dim), n_scales = path_of(F) == BLOCK ? rows.n * groups : TILE;
+  alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? TILE * (MAX_DIM / GROUP) : TILE];
+  if (path_of(F) == ROW && rows.n < TILE) std::memset(halves, 0, sizeof halves);
+  if (path_of(F) == BLOCK)  // up to one register of overshoot
+    std::memset(halves + n_scales / I::LANES * I::LANES, 0, I::LANES * sizeof *halves);
   auto* o = static_cast<std::int16_t*>(out);
-  bool ok = true;
   const std::ptrdiff_t unit_at = row_bytes(F, rows.dim) - 2;
   for (int t = 0; t < rows.n; ++t) {
     const std::uint8_t* row = rows.base + t * rows.stride;
@@ -62,12 +82,12 @@ bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* s
       if constexpr (F == Q8_0) I::store_keys_signed(codes, o);
       else I::store_keys(lut, codes, o);
       if constexpr (path_of(F) == BLOCK)
-        scales[t * groups + g] = stored_scale(row + block_bytes(F) * g, ok);
+        halves[t * groups + g] = load_u16(row + block_bytes(F) * g);
     }
     if constexpr (path_of(F) == ROW)
-      scales[(t & 1) * (TILE / 2) + t / 2] = stored_scale(row + unit_at, ok);
+      halves[(t & 1) * (TILE / 2) + t / 2] = load_u16(row + unit_at);
   }
-  return ok;
+  return convert_scales<I>(halves, n_scales, scales);
 }
 
 template <class I, int F>
@@ -75,9 +95,10 @@ bool decode_values_coded(const Rows& rows, const Table& table, void* out, float*
   // Partner of an odd last token: its weight is 0, its bytes only have to be readable.
   alignas(64) static const std::uint8_t zeros[MAX_DIM / GROUP * 34 + 64] = {};
   const typename I::Lut lut(table.entry);
-  const int groups = groups_of(rows.dim);
+  const int groups = groups_of(rows.dim), n_scales = path_of(F) == BLOCK ? groups * TILE : TILE;
+  alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? TILE * (MAX_DIM / GROUP) : TILE];
+  if (rows.n < TILE) std::memset(halves, 0, std::size_t(n_scales) * sizeof *halves);
   auto* o = static_cast<std::int16_t*>(out);
-  bool ok = true;
   const std::ptrdiff_t unit_at = row_bytes(F, rows.dim) - 2;
   for (int t = 0; t < rows.n; t += 2) {
     const std::uint8_t* a = rows.base + t * rows.stride;
@@ -88,17 +109,17 @@ bool decode_values_coded(const Rows& rows, const Table& table, void* out, float*
       if constexpr (F == Q8_0) I::store_values_signed(ca, cb, o);
       else I::store_values(lut, ca, cb, o);
       if constexpr (path_of(F) == BLOCK) {
-        float* s = scales + g * TILE + t / 2;
-        s[0] = stored_scale(a + block_bytes(F) * g, ok);
-        s[TILE / 2] = stored_scale(b + block_bytes(F) * g, ok);
+        std::uint16_t* h = halves + g * TILE + t / 2;
+        h[0] = load_u16(a + block_bytes(F) * g);
+        h[TILE / 2] = load_u16(b + block_bytes(F) * g);
       }
     }
     if constexpr (path_of(F) == ROW) {
-      scales[t / 2] = stored_scale(a + unit_at, ok);
-      scales[TILE / 2 + t / 2] = stored_scale(b + unit_at, ok);
+      halves[t / 2] = load_u16(a + unit_at);
+      halves[TILE / 2 + t / 2] = load_u16(b + unit_at);
     }
   }
-  return ok;
+  return convert_scales<I>(halves, n_scales, scales);
 }
 
 template <class I, int F>
@@ -467,27 +488,18 @@ inline float reciprocal(float x) {  // 0 where 1 / x is not finite
   return r - r == 0 ? r : 0;
 }
 
-// Code bytes and, if asked for, the codebook values of y * inverse; n is a multiple of 16.
-template <class I, int COUNT, bool VALUES>
-inline void nearest(const float* y, int n, float inverse, const Book& book, std::uint8_t* codes,
-                    float* values) {
+// Code bytes of y * inverse; n is a multiple of 16.
+template <class I, int COUNT>
+inline void nearest(const float* y, int n, float inverse, const Book& book, std::uint8_t* codes) {
   constexpr int L = I::LANES;
   alignas(64) std::int32_t lanes[L];
   for (int i = 0; i < n; i += L) {
     const typename I::F z = I::mul(I::load(y + i), I::set(inverse));
     typename I::W code = I::zero_words();
-    typename I::F value = I::set(book.value[0]);
 #pragma GCC unroll 16
-    for (int k = 0; k + 1 < COUNT; ++k) {
-      const typename I::F cut = I::set(book.cut[k]);
-      code = I::count_above(code, z, cut);
-      // Integer codebooks: the differences add up exactly.
-      if constexpr (VALUES)
-        value = I::add(value, I::if_above(z, cut, book.value[k + 1] - book.value[k]));
-    }
+    for (int k = 0; k + 1 < COUNT; ++k) code = I::count_above(code, z, I::set(book.cut[k]));
     I::store_words(lanes, code);
     for (int j = 0; j < L; ++j) codes[i + j] = std::uint8_t(lanes[j]);
-    if constexpr (VALUES) I::store(values + i, value);
   }
 }
 
@@ -500,6 +512,65 @@ inline double sum_of_squares(const float* y, int n) {  // n is a multiple of 16
   return total;
 }
 
+// Sixteen running sums in the order that the reference fixes (formats/row.py, lane_sum), as
+// registers of any width.
+template <class I>
+struct LaneSum {
+  static constexpr int PARTS = 16 / I::LANES;
+  typename I::F part[PARTS];
+
+  LaneSum() {
+    for (int i = 0; i < PARTS; ++i) part[i] = I::zero();
+  }
+  float total() const {
+    alignas(64) float s[16];
+    for (int i = 0; i < PARTS; ++i) I::store(s + i * I::LANES, part[i]);
+    for (int half = 8; half; half /= 2)
+      for (int i = 0; i < half; ++i) s[i] += s[i + half];
+    return s[0];
+  }
+};
+
+// Unit that fits codes nearest(y * inverse) best by least squares, and the energy it explains.
+// Integer codebooks are symmetric: magnitudes are looked up with half of the cuts, and a magnitude
+// is moved up one ulp where z <= 0, so that a tie goes to the lower code as it does for z > 0.
+template <class I, int COUNT, bool CODES>
+inline float fit(const float* y, int n, float inverse, const Book& book, std::uint8_t* codes,
+                 float* explained) {
+  constexpr int L = I::LANES, HALF = COUNT / 2;
+  LaneSum<I> yc, cc;
+  const typename I::F factor = I::set(inverse);
+  for (int i = 0; i < n; i += 16) {
+#pragma GCC unroll 4
+    for (int part = 0; part < LaneSum<I>::PARTS; ++part) {
+      const typename I::F row = I::load(y + i + part * L), z = I::mul(row, factor);
+      const typename I::F a = I::tie_magnitude(z);
+      typename I::F c = I::set(book.value[HALF]);
+#pragma GCC unroll 8
+      for (int k = HALF; k + 1 < COUNT; ++k)
+        c = I::add(c, I::if_above(a, I::set(book.cut[k]), book.value[k + 1] - book.value[k]));
+      if constexpr (CODES) {
+        typename I::W above = I::zero_words();
+#pragma GCC unroll 8
+        for (int k = HALF; k + 1 < COUNT; ++k) above = I::count_above(above, a, I::set(book.cut[k]));
+        alignas(64) std::int32_t lanes[L];
+        alignas(64) float zs[L];
+        I::store_words(lanes, above);
+        I::store(zs, z);
+        for (int j = 0; j < L; ++j)
+          codes[i + part * L + j] =
+              std::uint8_t(zs[j] > 0 ? HALF + lanes[j] : HALF - 1 - lanes[j]);
+      }
+      c = I::negate_unless_positive(z, c);
+      yc.part[part] = I::add(yc.part[part], I::mul(row, c));
+      cc.part[part] = I::add(cc.part[part], I::mul(c, c));
+    }
+  }
+  const float correlation = yc.total(), unit = correlation / cc.total();
+  *explained = correlation * unit;
+  return unit;
+}
+
 inline void pack4(const std::uint8_t* codes, int n, std::uint8_t* out) {  // n codes -> n / 2 bytes
   const int half = n / 2;
   for (int j = 0; j < half; ++j) out[j] = std::uint8_t(codes[j] | codes[j + half] << 4);
@@ -509,28 +580,29 @@ template <class I, int F>
 void encode_row(float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
   constexpr int COUNT = F == TQ4 ? 16 : 8;
   alignas(64) std::uint8_t codes[MAX_DIM];
-  alignas(64) float values[MAX_DIM];
-  const float rms = float(__builtin_sqrt(sum_of_squares(y, dim) / dim));
-  float unit = rms * book.start;
-  if (reciprocal(unit) == 0) {
-    std::memset(codes, 0, std::size_t(dim));
-  } else {
-    for (int round = 0; round < 2; ++round) {
-      nearest<I, COUNT, true>(y, dim, reciprocal(unit), book, codes, values);
-      double yc[16] = {}, cc[16] = {};
-      for (int i = 0; i < dim; i += 16)
-        for (int j = 0; j < 16; ++j) {
-          const double c = values[i + j];
-          yc[j] += double(y[i + j]) * c;
-          cc[j] += c * c;
-        }
-      double top = 0, bottom = 0;
-      for (int j = 0; j < 16; ++j) {
-        top += yc[j];
-        bottom += cc[j];
-      }
-      unit = float(top / bottom);
+  LaneSum<I> energy;
+  bool zero = true;
+  for (int i = 0; i < dim; i += 16)
+    for (int part = 0; part < LaneSum<I>::PARTS; ++part) {
+      const typename I::F v = I::load(y + i + part * I::LANES);
+      energy.part[part] = I::add(energy.part[part], I::mul(v, v));
     }
+  for (int i = 0; i < dim; ++i) zero = zero && y[i] == 0;
+  const float base = __builtin_sqrtf(energy.total() / float(dim)) * book.start;
+  float unit = base, gain = -__builtin_inff(), explained;
+  for (int i = 0; i < book.n_tries; ++i) {
+    const float candidate =
+        fit<I, COUNT, false>(y, dim, reciprocal(base * book.tries[i]), book, codes, &explained);
+    if (explained > gain) {
+      gain = explained;
+      unit = candidate;
+    }
+  }
+  const bool live = reciprocal(base) != 0 && reciprocal(unit) != 0;
+  unit = fit<I, COUNT, true>(y, dim, reciprocal(unit), book, codes, &explained);
+  if (!live) {
+    unit = base;
+    std::memset(codes, 0, std::size_t(dim));
   }
   for (int s = 0; s < dim; s += GROUP) {
     const int n = smaller(GROUP, dim - s), quarter = n / 4;
@@ -550,6 +622,8 @@ void encode_row(float* y, int dim, const Book& book, std::uint8_t* out, Counts& 
     }
   }
   const std::uint16_t h = store_scale(unit, counts);
+  // Squares of tiny rows vanish, so their unit is 0 before it is stored.
+  if (unit == 0 && !zero) ++counts.flushed;
   std::memcpy(out + row_bytes(F, dim) - 2, &h, 2);
 }
 
@@ -562,7 +636,7 @@ void encode_blocks(float* y, int dim, const Book& book, std::uint8_t* out, Count
       const float d = float(__builtin_sqrt(sum_of_squares(y, GROUP) / GROUP));
       const float inverse = reciprocal(d);
       if (inverse == 0) std::memset(codes, 0, GROUP);
-      else nearest<I, F == TBQ4_0 ? 16 : 8, false>(y, GROUP, inverse, book, codes, nullptr);
+      else nearest<I, F == TBQ4_0 ? 16 : 8>(y, GROUP, inverse, book, codes);
       h = store_scale(d, counts);
       if constexpr (F == TBQ4_0) {
         pack4(codes, GROUP, out + 2);

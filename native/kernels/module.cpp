@@ -165,15 +165,17 @@ std::ptrdiff_t decode_call(const std::string& isa, int threads, const std::strin
 }
 
 void set_book(const std::string& format, const std::vector<float>& values,
-              const std::vector<float>& cuts, float start) {
+              const std::vector<float>& cuts, float start, const std::vector<float>& tries) {
   const int fmt = format_index(format);
-  if (values.size() > 16 || cuts.size() + 1 != values.size())
+  if (values.size() > 16 || cuts.size() + 1 != values.size() || tries.size() > 16)
     throw std::invalid_argument("bad codebook");
   Book& book = constants.book[fmt];
   book.count = int(values.size());
   std::copy(values.begin(), values.end(), book.value);
   std::copy(cuts.begin(), cuts.end(), book.cut);
   book.start = start;
+  book.n_tries = int(tries.size());
+  std::copy(tries.begin(), tries.end(), book.tries);
   finish_book(fmt, book);
 }
 
@@ -191,7 +193,7 @@ NB_MODULE(_kernels, m) {
   m.attr("MAX_DIM") = MAX_DIM;
   m.attr("FORMATS") = std::vector<std::string>(FORMAT_NAMES, FORMAT_NAMES + FORMATS);
   m.def("isas", &isas);
-  m.def("set_book", &set_book, "format"_a, "values"_a, "cuts"_a, "start"_a);
+  m.def("set_book", &set_book, "format"_a, "values"_a, "cuts"_a, "start"_a, "tries"_a);
   m.def("set_signs", &set_signs, "signs32"_a, "head"_a);
   m.def("row_bytes", [](const std::string& f, int dim) { return row_bytes(format_index(f), dim); });
   m.def("attention", &attention_call, "isa"_a, "threads"_a, "q"_a, "k"_a, "v"_a, "key"_a, "value"_a,

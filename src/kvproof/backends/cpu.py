@@ -23,7 +23,7 @@ from kvproof.backends.reference import check_shapes, source_digest
 from kvproof.errors import Refused, RequestError
 from kvproof.formats import Counters, Format
 from kvproof.formats.base import cuts_below
-from kvproof.formats.row import START3, START4
+from kvproof.formats.row import START3, START4, TRIES
 
 try:
     from kvproof import _kernels
@@ -42,9 +42,10 @@ def _hand_over_constants() -> None:
         f = formats.get(name)
         if f.codebook is not None:
             cuts = [float(c) for c in cuts_below(f.codebook)]
-            _kernels.set_book(name, list(f.codebook), cuts, _STARTS.get(name, 0.0))
+            tries = [float(t) for t in TRIES]
+            _kernels.set_book(name, list(f.codebook), cuts, _STARTS.get(name, 0.0), tries)
     # q4_0 decodes by table too: code - 8.
-    _kernels.set_book("q4_0", [float(c - 8) for c in range(16)], [0.0] * 15, 0.0)
+    _kernels.set_book("q4_0", [float(c - 8) for c in range(16)], [0.0] * 15, 0.0, [])
     s32 = rotation.signs_from_hex(rotation.S32_HEX)
     _kernels.set_signs(s32, np.array(rotation.head_signs(_kernels.MAX_DIM)))
 
