@@ -50,8 +50,7 @@ Threads = Annotated[
 
 def main() -> NoReturn:
     """Entry point: errors become one line and an exit code, never a traceback."""
-    # Typer carries click or its own copy of it, depending on its version; take the base classes from
-    # what it exports.
+    # Typer carries click or a copy of it, by version: its exports lead to the base classes.
     usage_error: Any = typer.BadParameter.__mro__[1]
     click_error: Any = typer.BadParameter.__mro__[2]
     try:
