@@ -511,11 +511,10 @@ def write_gguf(
         header += struct.pack(f"<{len(tensor.shape)}QIQ", *tensor.shape, tensor.ggml_type, offset)
         offset = _pad(offset + tensor.data.nbytes, alignment)
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
                 file.write(header)
                 for tensor in raw.values():
                     file.write(bytes(-file.tell() % alignment))
@@ -523,12 +522,12 @@ def write_gguf(
                 file.write(bytes(-file.tell() % alignment))
                 file.flush()
                 os.fsync(file.fileno())
-                umask = os.umask(0)
-                os.umask(umask)
-                temporary.chmod(0o666 & ~umask)  # temporary files are private to the user
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)  # temporary files are private to the user
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise RequestError(f"{path}: cannot be written: {error.strerror or error}") from error
 
