@@ -484,6 +484,21 @@ def _noise_with_threads(inner: Backend) -> Broken:
     return Broken(inner, attention=attention)
 
 
+def _stale_scratch(inner: Backend) -> Broken:
+    """The last value of the call before leaks into one head of a call on fewer tokens."""
+    held = [0, 0.0]
+
+    def attention(q: Floats, k: Bytes, v: Bytes, **given: Any) -> Floats:
+        out = np.array(inner.attention(q, k, v, **given))
+        before, leak = held
+        held[:] = len(k), float(out.flat[-1])
+        if len(k) < before:
+            out[:, 0, 0] += np.float32(leak)
+        return out
+
+    return Broken(inner, attention=attention)
+
+
 def _ignores_strides(inner: Backend) -> Broken:
     """Reads any buffer as if it were token-major."""
 
@@ -637,6 +652,7 @@ def _mutants() -> tuple[Mutant, ...]:
         "half_precision_sums", "parity", _half_sums, *map(_scores, ("f16", "q8_0", "tbq4_0", "tq4"))
     )
     add("threads_change_the_sum", "threads", _noise_with_threads, _fused("tq4", threads=3))
+    add("scratch_left_by_other_calls", "state", _stale_scratch, _fused("tq4"), _fused("q8_0"))
     add("strides_ignored", "strides", _ignores_strides, _fused("tq4"), _fused("q8_0"))
     add("keys_read_as_values", "parity", _k_as_v, _fused("tq4"), _fused("f16"))
     add("fp8_value_scale_dropped", "parity", options(_scale_of_one), _fused("fp8_e4m3"))
