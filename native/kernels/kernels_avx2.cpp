@@ -69,6 +69,17 @@ struct Avx2 : CodesAvx2 {
   static void store_words(std::int32_t* p, W x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
   }
+  // The value in a register: GCC would otherwise read it again from memory at each use, and the
+  // load ports are what limits the products.
+  static F held(F x) {
+    asm("" : "+x"(x));
+    return x;
+  }
+  static W held(W x) {
+    asm("" : "+x"(x));
+    return x;
+  }
+  static W multiply(W a, W b) { return _mm256_madd_epi16(a, b); }
   static W madd(W acc, W a, W b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
   static W pair(W even, W odd) {
     return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa);

@@ -56,6 +56,17 @@ struct Avx512 : CodesAvx2 {
   static W set_words(std::int32_t x) { return _mm512_set1_epi32(x); }
   static W load_words(const std::int16_t* p) { return _mm512_loadu_si512(p); }
   static void store_words(std::int32_t* p, W x) { _mm512_storeu_si512(p, x); }
+  // The value in a register: GCC would otherwise read it again from memory at each use, and the
+  // load ports are what limits the products.
+  static F held(F x) {
+    asm("" : "+v"(x));
+    return x;
+  }
+  static W held(W x) {
+    asm("" : "+v"(x));
+    return x;
+  }
+  static W multiply(W a, W b) { return _mm512_madd_epi16(a, b); }
   static W madd(W acc, W a, W b) { return _mm512_dpwssd_epi32(acc, a, b); }
   static W pair(W even, W odd) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));

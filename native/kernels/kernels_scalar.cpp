@@ -90,6 +90,9 @@ struct Scalar {
     return out;
   }
   static void store_words(std::int32_t* p, W x) { std::memcpy(p, x.v, sizeof x.v); }
+  static F held(F x) { return x; }
+  static W held(W x) { return x; }
+  static W multiply(W a, W b) { return madd(zero_words(), a, b); }
   static W madd(W acc, W a, W b) {
     return each_word([=](int i) {
       return acc.v[i] + std::int16_t(a.v[i]) * std::int16_t(b.v[i]) +

@@ -18,18 +18,12 @@ inline int smaller(int a, int b) { return a < b ? a : b; }
 
 // ---- decode a tile -------------------------------------------------------------------------------
 
-// Bytes from one group of codes to the next.
-template <int F>
-constexpr int group_bytes = F == TQ4 ? 16 : F == TQ3 ? 8 : block_bytes(F);
-
 template <class I, int F>
-inline typename I::Codes group_codes(const std::uint8_t* row, int g, int dim) {
+inline typename I::Codes whole_group(const std::uint8_t* row, int g, int dim) {
   if constexpr (F == TQ4) {
-    const std::uint8_t* p = row + 16 * g;
-    return GROUP * (g + 1) <= dim ? I::codes4(p) : I::codes4_half(p);
+    return I::codes4(row + 16 * g);
   } else if constexpr (F == TQ3) {
-    const std::uint8_t *low = row + 8 * g, *high = row + dim / 4 + 4 * g;
-    return GROUP * (g + 1) <= dim ? I::codes3_planes(low, high) : I::codes3_planes_half(low, high);
+    return I::codes3_planes(row + 8 * g, row + dim / 4 + 4 * g);
   } else {
     const std::uint8_t* p = row + block_bytes(F) * g + 2;
     if constexpr (F == Q8_0) return I::codes8(p);
@@ -38,14 +32,23 @@ inline typename I::Codes group_codes(const std::uint8_t* row, int g, int dim) {
   }
 }
 
-// A stored scale; a NaN or infinity clears ok and reads as 0.
-inline float stored_scale(const std::uint8_t* p, bool& ok) {
-  const std::uint16_t h = load_u16(p);
-  if ((h & 0x7c00) == 0x7c00) {
-    ok = false;
-    return 0;
-  }
-  return half_to_float(h);
+// The last 16 codes of a row format.
+template <class I, int F>
+inline typename I::Codes half_group(const std::uint8_t* row, int g, int dim) {
+  if constexpr (F == TQ4) return I::codes4_half(row + 16 * g);
+  else return I::codes3_planes_half(row + 8 * g, row + dim / 4 + 4 * g);
+}
+
+// fn(group, codes of a row) for the whole groups of a row, then for a last half group: the loop has
+// no branch inside.
+template <class I, int F, class Fn>
+inline void each_group(int dim, Fn fn) {
+  const int whole = dim / GROUP;
+  for (int g = 0; g < whole; ++g)
+    fn(g, [=](const std::uint8_t* row) { return whole_group<I, F>(row, g, dim); });
+  if constexpr (path_of(F) == ROW)
+    if (dim % GROUP)
+      fn(whole, [=](const std::uint8_t* row) { return half_group<I, F>(row, whole, dim); });
 }
 
 // Stored scales are collected as halves, in the order of `scales`, and converted together: one at a
@@ -75,15 +78,16 @@ bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* s
     std::memset(halves + n_scales / I::LANES * I::LANES, 0, I::LANES * sizeof *halves);
   auto* o = static_cast<std::int16_t*>(out);
   const std::ptrdiff_t unit_at = row_bytes(F, rows.dim) - 2;
-  for (int t = 0; t < rows.n; ++t) {
-    const std::uint8_t* row = rows.base + t * rows.stride;
-    for (int g = 0; g < groups; ++g, o += GROUP) {
-      const typename I::Codes codes = group_codes<I, F>(row, g, rows.dim);
-      if constexpr (F == Q8_0) I::store_keys_signed(codes, o);
-      else I::store_keys(lut, codes, o);
+  const int n = rows.n, dim = rows.dim;
+  const std::uint8_t* row = rows.base;
+  for (int t = 0; t < n; ++t, row += rows.stride, o += groups * GROUP) {
+    each_group<I, F>(dim, [&](int g, auto codes_of) {
+      const typename I::Codes codes = codes_of(row);
+      if constexpr (F == Q8_0) I::store_keys_signed(codes, o + g * GROUP);
+      else I::store_keys(lut, codes, o + g * GROUP);
       if constexpr (path_of(F) == BLOCK)
         halves[t * groups + g] = load_u16(row + block_bytes(F) * g);
-    }
+    });
     if constexpr (path_of(F) == ROW)
       halves[(t & 1) * (TILE / 2) + t / 2] = load_u16(row + unit_at);
   }
@@ -100,20 +104,20 @@ bool decode_values_coded(const Rows& rows, const Table& table, void* out, float*
   if (rows.n < TILE) std::memset(halves, 0, std::size_t(n_scales) * sizeof *halves);
   auto* o = static_cast<std::int16_t*>(out);
   const std::ptrdiff_t unit_at = row_bytes(F, rows.dim) - 2;
-  for (int t = 0; t < rows.n; t += 2) {
+  const int n = rows.n, dim = rows.dim;
+  for (int t = 0; t < n; t += 2, o += 2 * groups * GROUP) {
     const std::uint8_t* a = rows.base + t * rows.stride;
-    const std::uint8_t* b = t + 1 < rows.n ? a + rows.stride : zeros;
-    for (int g = 0; g < groups; ++g, o += 2 * GROUP) {
-      const typename I::Codes ca = group_codes<I, F>(a, g, rows.dim);
-      const typename I::Codes cb = group_codes<I, F>(b, g, rows.dim);
-      if constexpr (F == Q8_0) I::store_values_signed(ca, cb, o);
-      else I::store_values(lut, ca, cb, o);
+    const std::uint8_t* b = t + 1 < n ? a + rows.stride : zeros;
+    each_group<I, F>(dim, [&](int g, auto codes_of) {
+      const typename I::Codes ca = codes_of(a), cb = codes_of(b);
+      if constexpr (F == Q8_0) I::store_values_signed(ca, cb, o + 2 * g * GROUP);
+      else I::store_values(lut, ca, cb, o + 2 * g * GROUP);
       if constexpr (path_of(F) == BLOCK) {
         std::uint16_t* h = halves + g * TILE + t / 2;
         h[0] = load_u16(a + block_bytes(F) * g);
         h[TILE / 2] = load_u16(b + block_bytes(F) * g);
       }
-    }
+    });
     if constexpr (path_of(F) == ROW) {
       halves[t / 2] = load_u16(a + unit_at);
       halves[TILE / 2 + t / 2] = load_u16(b + unit_at);
@@ -182,15 +186,29 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
         typename I::W acc[L];
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) acc[i] = I::zero_words();
+#pragma GCC unroll 2
         for (int d = 0; d < width; d += 2 * L) {
-          typename I::W qv[MR];
+          // The smaller side stays in registers, the other is read once.
+          if constexpr (MR >= NT) {
+            typename I::W kv[NT];
 #pragma GCC unroll 4
-          for (int r = 0; r < MR; ++r) qv[r] = I::load_words(q + r * query_stride + d);
+            for (int j = 0; j < NT; ++j) kv[j] = I::held(I::load_words(k + j * next + d));
+#pragma GCC unroll 4
+            for (int r = 0; r < MR; ++r) {
+              const typename I::W qv = I::held(I::load_words(q + r * query_stride + d));
+#pragma GCC unroll 4
+              for (int j = 0; j < NT; ++j) acc[j * MR + r] = I::madd(acc[j * MR + r], qv, kv[j]);
+            }
+          } else {
+            typename I::W qv[MR];
+#pragma GCC unroll 4
+            for (int r = 0; r < MR; ++r) qv[r] = I::held(I::load_words(q + r * query_stride + d));
 #pragma GCC unroll 16
-          for (int j = 0; j < NT; ++j) {
-            const typename I::W kv = I::load_words(k + j * next + d);
+            for (int j = 0; j < NT; ++j) {
+              const typename I::W kv = I::held(I::load_words(k + j * next + d));
 #pragma GCC unroll 4
-            for (int r = 0; r < MR; ++r) acc[j * MR + r] = I::madd(acc[j * MR + r], qv[r], kv);
+              for (int r = 0; r < MR; ++r) acc[j * MR + r] = I::madd(acc[j * MR + r], qv[r], kv);
+            }
           }
         }
         const typename I::F units =
@@ -204,16 +222,21 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) acc[i] = I::zero();
         for (int g = 0; g < groups; ++g) {
+          constexpr int STEPS = GROUP / (2 * L);
 #pragma GCC unroll 16
           for (int j = 0; j < NT; ++j) {
             const typename I::F scale = I::set(s[2 * j * groups + g]);
+            typename I::W kv[STEPS];
+#pragma GCC unroll 4
+            for (int i = 0; i < STEPS; ++i)
+              kv[i] = I::held(I::load_words(k + j * next + g * GROUP + 2 * L * i));
 #pragma GCC unroll 4
             for (int r = 0; r < MR; ++r) {
-              typename I::W sum = I::zero_words();
+              const std::int16_t* qr = q + r * query_stride + g * GROUP;
+              typename I::W sum = I::multiply(kv[0], I::load_words(qr));
 #pragma GCC unroll 4
-              for (int d = 0; d < GROUP; d += 2 * L)
-                sum = I::madd(sum, I::load_words(q + r * query_stride + g * GROUP + d),
-                              I::load_words(k + j * next + g * GROUP + d));
+              for (int i = 1; i < STEPS; ++i)
+                sum = I::madd(sum, kv[i], I::load_words(qr + 2 * L * i));
               acc[j * MR + r] = I::fma(I::to_float(sum), scale, acc[j * MR + r]);
             }
           }
@@ -226,14 +249,26 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) acc[i] = I::zero();
         for (int d = 0; d < width; d += L) {
-          typename I::F qv[MR];
+          if constexpr (MR >= NT) {
+            typename I::F kv[NT];
 #pragma GCC unroll 4
-          for (int r = 0; r < MR; ++r) qv[r] = I::load(q + r * query_stride + d);
+            for (int j = 0; j < NT; ++j) kv[j] = I::held(I::load(k + j * next + d));
+#pragma GCC unroll 4
+            for (int r = 0; r < MR; ++r) {
+              const typename I::F qv = I::held(I::load(q + r * query_stride + d));
+#pragma GCC unroll 4
+              for (int j = 0; j < NT; ++j) acc[j * MR + r] = I::fma(qv, kv[j], acc[j * MR + r]);
+            }
+          } else {
+            typename I::F qv[MR];
+#pragma GCC unroll 4
+            for (int r = 0; r < MR; ++r) qv[r] = I::held(I::load(q + r * query_stride + d));
 #pragma GCC unroll 16
-          for (int j = 0; j < NT; ++j) {
-            const typename I::F kv = I::load(k + j * next + d);
+            for (int j = 0; j < NT; ++j) {
+              const typename I::F kv = I::held(I::load(k + j * next + d));
 #pragma GCC unroll 4
-            for (int r = 0; r < MR; ++r) acc[j * MR + r] = I::fma(qv[r], kv, acc[j * MR + r]);
+              for (int r = 0; r < MR; ++r) acc[j * MR + r] = I::fma(qv[r], kv, acc[j * MR + r]);
+            }
           }
         }
         result = I::mul(I::reduce(acc), rows);
@@ -358,7 +393,7 @@ void accumulate(const void* weights, std::ptrdiff_t plane, const float* step, co
         for (int parity = 0; parity < 2; ++parity) {
           typename I::F vv[ND];
 #pragma GCC unroll 4
-          for (int i = 0; i < ND; ++i) vv[i] = I::load(v + parity * width + i * L);
+          for (int i = 0; i < ND; ++i) vv[i] = I::held(I::load(v + parity * width + i * L));
 #pragma GCC unroll 4
           for (int r = 0; r < MR; ++r) {
             const typename I::F ww = I::set(w[parity * plane + r]);
@@ -380,13 +415,14 @@ void accumulate(const void* weights, std::ptrdiff_t plane, const float* step, co
       for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
         for (int i = 0; i < ND; ++i) acc[r][i] = I::zero_words();
+#pragma GCC unroll 2
       for (int t = 0; t < pairs; ++t, v += 2 * width, w += MR) {
         typename I::W vv[ND];
 #pragma GCC unroll 4
-        for (int i = 0; i < ND; ++i) vv[i] = I::load_words(v + 2 * i * L);
+        for (int i = 0; i < ND; ++i) vv[i] = I::held(I::load_words(v + 2 * i * L));
 #pragma GCC unroll 4
         for (int r = 0; r < MR; ++r) {
-          const typename I::W ww = I::set_words(w[r]);
+          const typename I::W ww = I::held(I::set_words(w[r]));
 #pragma GCC unroll 4
           for (int i = 0; i < ND; ++i) acc[r][i] = I::madd(acc[r][i], ww, vv[i]);
         }
@@ -730,11 +766,13 @@ bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) 
     }
     for (int i = 0; i < dim; ++i) ok = ok && out[i] - out[i] == 0;
   } else {
-    for (int g = 0; g < groups_of(dim); ++g) {
+    each_group<I, F>(dim, [&](int g, auto codes_of) {
       alignas(64) std::uint8_t codes[GROUP];
-      I::store_codes(codes, group_codes<I, F>(row, g, dim));
-      const float d = stored_scale(
-          path_of(F) == ROW ? row + row_bytes(F, dim) - 2 : row + block_bytes(F) * g, ok);
+      I::store_codes(codes, codes_of(row));
+      const std::uint16_t h = load_u16(
+          path_of(F) == ROW ? row + row_bytes(F, dim) - 2 : row + block_bytes(F) * g);
+      ok = ok && (h & 0x7c00) != 0x7c00;
+      const float d = half_to_float(h);
       const int n = smaller(GROUP, dim - GROUP * g);
       for (int i = 0; i < n; ++i) {
         // A last group of 16 fills the first half of each plane of its bytes.
@@ -745,7 +783,7 @@ bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) 
                                                                           : book.value[c];
         out[GROUP * g + i] = d == 0 ? 0.f : value * d;
       }
-    }
+    });
   }
   return ok;
 }
