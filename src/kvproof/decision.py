@@ -371,9 +371,11 @@ def _judge(
     bad = [e for e in gate if e.outcome is not Outcome.PASSED]
     if any(e.outcome is Outcome.FAILED for e in bad):
         failed = [e for e in bad if e.outcome is Outcome.FAILED]
-        return end("rejected", f"Gate failed: {'; '.join(_reasons(failed))}.", failed)
-    if bad or not gate:
-        why = "; ".join(_reasons(bad)) if bad else "no gate record"
+        return end("rejected", f"Gate failed: {_first(_reasons(failed))}.", failed)
+    whole = max((int(e.subject.get("records", 0)) for e in gate), default=0)
+    if bad or not gate or len({e.id for e in gate}) < whole:
+        why = _first(_reasons(bad)) if bad else f"{len(gate)} of {whole} gate records"
+        why = why if gate else "no gate record"
         return end("not run", f"No passed gate, so nothing else counts: {why}.", bad)
     digests = {e.digest for e in gate}
     base_gate = [e for e in _of(baseline, "gate") if e.digest in digests]
@@ -526,6 +528,12 @@ def _missing(what: str, record: Evidence | None, records: list[Evidence], kind: 
 
 def _reasons(records: Iterable[Evidence]) -> list[str]:
     return sorted({(e.reason or e.outcome.value).rstrip(".") for e in records})
+
+
+def _first(reasons: Sequence[str], room: int = 240) -> str:
+    """The first of many reasons, cut to fit a table; the evidence holds all of them."""
+    first = reasons[0] if len(reasons[0]) <= room else reasons[0][: room - 1].rstrip() + "…"
+    return first + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "")
 
 
 def _bound(

@@ -168,6 +168,21 @@ def test_one_gate_record_that_did_not_pass_is_enough(outcome):
     assert "row 3 is off" in d.rejected["q8_0/q8_0"]
 
 
+def test_a_gate_record_taken_out_is_noticed():
+    chain = proven("q8_0", 53, 0.0006)[1:]
+    whole = [gate("q8_0", op=op, records=2) for op in ("encode", "attention")]
+    assert decide([*BASE, *chain, *whole], SMALL).chosen == Candidate("q8_0", "q8_0")
+    d = decide([*BASE, *chain, whole[0]], SMALL)
+    assert d.chosen == BASELINE
+    assert "1 of 2 gate records" in d.rejected["q8_0/q8_0"]
+
+
+def test_many_long_reasons_are_cut():
+    bad = [gate("q8_0", outcome=Outcome.FAILED, reason=f"{i} " * 400) for i in range(3)]
+    reason = decide([*BASE, *bad], SMALL).rejected["q8_0/q8_0"]
+    assert len(reason) < 300 and "and 2 more" in reason
+
+
 @pytest.mark.parametrize("kind", ["quality", "speed"])
 def test_figures_of_other_kernels_are_void(kind):
     chain = [

@@ -66,8 +66,8 @@ class Toy:
         self.out = rng.standard_normal((64, VOCAB), dtype=np.float32) * 0.1
         self.forwards = 0
 
-    def new_cache(self, key="f16", value="f16"):
-        return ToyCache(KVCache(self.geometry, key=key, value=value, backend="reference"))
+    def new_cache(self, key="f16", value="f16", backend="cpu"):
+        return ToyCache(KVCache(self.geometry, key=key, value=value, backend=backend))
 
     def forward(self, ids, cache):
         self.forwards += 1
@@ -83,6 +83,9 @@ class Toy:
         logits = total @ self.out
         logits[np.arange(len(ids)), (5 * np.asarray(ids) + 1) % VOCAB] += self.sharpness
         return torch.from_numpy(logits)
+
+    def prefill(self, ids, cache):
+        return self.forward(ids, cache)[-1]
 
 
 def text(n, seed=0):
@@ -143,10 +146,12 @@ def test_the_prefix_of_the_tokenizer_is_found():
 
 def test_quality_equals_what_whole_logits_give():
     model, ids = Toy(), WINDOWS[0]
-    figures, noise = kv.compare_window(model, ids, [TQ4], POLICY, floor=True)
+    figures, noise = kv.compare_window(
+        model, ids, [TQ4], backend="reference", chunk=POLICY.chunk, floor=True
+    )
     logs = []
     for pair in (BASELINE, TQ4):
-        logits = model.forward(ids[:-1], model.new_cache(pair.key, pair.value))
+        logits = model.forward(ids[:-1], model.new_cache(pair.key, pair.value, "reference"))
         logs.append(torch.log_softmax(logits.double(), dim=-1).numpy())
     p, q = logs
     got = figures[TQ4]

@@ -188,28 +188,50 @@ class Compared:
     nll: NDArray[np.float64]  # nats, of the f16 cache
 
 
+def _cache(model: Any, pair: Candidate, backend: str) -> Any:
+    return model.new_cache(key=pair.key, value=pair.value, backend=backend)
+
+
 def compare_window(
-    model: Any, ids: Sequence[int], pairs: Sequence[Candidate], policy: Policy, *, floor: bool
+    model: Any,
+    ids: Sequence[int],
+    pairs: Sequence[Candidate],
+    *,
+    backend: str,
+    chunk: int,
+    floor: bool,
+    deadline: float = math.inf,
 ) -> tuple[dict[Candidate, Compared | str], Compared | None]:
     """Feed `ids[:-1]` chunk by chunk to the f16 cache and to all candidates, side by side.
 
     Logits of one chunk of the baseline and one candidate are all that is held at a time, whatever
     the window. With `floor` a second f16 cache is fed in chunks of another size: what it differs by
     is the noise floor of the engine. A candidate whose logits are not finite gets that as a
-    sentence in place of its figures; for the baseline it is Refused.
+    sentence in place of its figures; for the baseline it is Refused. Where the pace so far would
+    overrun `deadline` (time.monotonic()), the last candidates of the list are given up: no figures.
     """
     import torch
 
     inputs, targets = list(ids[:-1]), torch.tensor(ids[1:])
-    n, chunk = len(inputs), policy.chunk
-    base_cache = model.new_cache(key=BASELINE.key, value=BASELINE.value)
-    caches = {pair: model.new_cache(key=pair.key, value=pair.value) for pair in pairs}
-    floor_cache = model.new_cache(key=BASELINE.key, value=BASELINE.value) if floor else None
+    n = len(inputs)
+    base_cache = _cache(model, BASELINE, backend)
+    caches = {pair: _cache(model, pair, backend) for pair in pairs}
+    floor_cache = _cache(model, BASELINE, backend) if floor else None
     rows: dict[Candidate, list[NDArray[np.float64]]] = {pair: [] for pair in pairs}
     noise: list[NDArray[np.float64]] = []
     broken: dict[Candidate, str] = {}
+    begin = time.monotonic()
     with torch.inference_mode():
         for start in range(0, n, chunk):
+            if start:
+                # The arms that fit in the time left, at the pace of those that ran.
+                now = time.monotonic()
+                pace = (now - begin) / start / (len(caches) + 1 + floor)
+                room = (deadline - now) / (pace * (n - start)) - 1 - floor
+                for pair in list(caches)[max(0, int(min(room, len(caches)))) :]:
+                    del caches[pair], rows[pair]
+                if not caches:
+                    return dict(broken), None
             piece, want = inputs[start : start + chunk], targets[start : start + chunk]
             base = _log_softmax(model.forward(piece, base_cache))
             if not bool(torch.isfinite(base.sum(dtype=torch.float64))):
@@ -223,7 +245,7 @@ def compare_window(
                     rows[pair].append(_differences(base, logits, want))
                 else:
                     broken[pair] = f"logits are not finite near token {start} of a window"
-                    del caches[pair]
+                    del caches[pair], rows[pair]
                 del logits
             if floor_cache is not None:
                 # Two unequal pieces instead of one: other shapes, other order of sums.
@@ -235,10 +257,8 @@ def compare_window(
     lengths = {c.kv.length for c in (base_cache, *caches.values())}
     if lengths != {n}:
         raise RuntimeError(f"caches saw {sorted(lengths)} tokens instead of {n} each")
-    figures: dict[Candidate, Compared | str] = {
-        pair: broken[pair] if pair in broken else Compared(*np.concatenate(rows[pair], axis=1))
-        for pair in pairs
-    }
+    figures: dict[Candidate, Compared | str] = dict(broken)
+    figures |= {pair: Compared(*np.concatenate(r, axis=1)) for pair, r in rows.items()}
     return figures, Compared(*np.concatenate(noise, axis=1)) if noise else None
 
 
@@ -267,7 +287,7 @@ def _differences(base: Any, other: Any, targets: Any) -> NDArray[np.float64]:
     return out
 
 
-def poison(model: Any, ids: Sequence[int], pair: Candidate) -> dict[str, float]:
+def poison(model: Any, ids: Sequence[int], pair: Candidate, backend: str) -> dict[str, float]:
     """How far logits move when the packed keys, or values, of all earlier tokens change places.
 
     Rows are rolled by one token within the live buffers: still valid codes, so nothing but a cache
@@ -278,7 +298,7 @@ def poison(model: Any, ids: Sequence[int], pair: Candidate) -> dict[str, float]:
     half = len(ids) // 2
 
     def logits(spoil: str | None) -> Any:
-        cache = model.new_cache(key=pair.key, value=pair.value)
+        cache = _cache(model, pair, backend)
         model.forward(ids[:half], cache)
         if spoil is not None:
             for layer in cache.kv.owners:
@@ -335,9 +355,17 @@ def measure_quality(
         started = utc_now()
         clock = time.perf_counter()
         floor = not any(held.values())
-        figures, noise = compare_window(model, ids, todo, policy, floor=floor)
-        arm_seconds = (time.perf_counter() - clock) / (len(todo) + 1 + floor)
-        for pair in todo:
+        figures, noise = compare_window(
+            model,
+            ids,
+            todo,
+            backend=about.backend,
+            chunk=policy.chunk,
+            floor=floor,
+            deadline=deadline,
+        )
+        arm_seconds = (time.perf_counter() - clock) / (len(figures) + 1 + floor)
+        for pair in (p for p in todo if p in figures):
             found = figures[pair]
             subject = about.subject(
                 "quality-window", pair, index=index, tokens_sha256=digest, chunk=policy.chunk
@@ -346,7 +374,9 @@ def measure_quality(
                 record = about.record(subject, Outcome.FAILED, {}, started=started, reason=found)
             else:
                 _check_baseline(found.nll, int(model.geometry.vocab_size))
-                moved = poison(model, ids[: 2 * BLOCK], pair) if not held[pair] else {}
+                moved = (
+                    poison(model, ids[: 2 * BLOCK], pair, about.backend) if not held[pair] else {}
+                )
                 record = _window_record(about, subject, found, noise, moved, started)
             held[pair][digest] = record
             yield record
@@ -626,7 +656,9 @@ def measure_speed(
                 f"speed: {pair.name} at depth {depth:,}" + (f", about {cost:.0f} s" if cost else "")
             )
             clock = time.monotonic()
-            yield from _time_pair(model, pair, depth, subjects, about, policy, gates[pair])
+            yield from _time_pair(
+                model, pair, depth, subjects, about, policy, gates[pair], deadline
+            )
             cost = max(cost, time.monotonic() - clock)
 
 
@@ -664,31 +696,37 @@ def _time_pair(
     about: About,
     policy: Policy,
     gates: tuple[GatePass, ...],
+    deadline: float,
 ) -> Iterator[Evidence]:
-    arms = {c: model.new_cache(key=c.key, value=c.value) for c in (BASELINE, pair)}
+    arms = {c: _cache(model, c, about.backend) for c in (BASELINE, pair)}
     for cache in arms.values():
         fill(model.geometry, cache.kv, depth)
     rng = np.random.default_rng(depth)
     vocab = int(model.geometry.vocab_size)
     for cache in arms.values():  # warm-up: first calls allocate and page in
-        model.forward(rng.integers(0, vocab, 2).tolist(), cache)
-        model.forward([1], cache)
+        model.prefill(rng.integers(0, vocab, 2).tolist(), cache)
+        model.prefill([1], cache)
     for phase, subject in subjects.items():
         started = utc_now()
         load = _Load()
         tokens = int(subject["tokens"])
         times: dict[Candidate, list[float]] = {c: [] for c in arms}
         for r in range(policy.rounds):
+            if time.monotonic() > deadline:
+                break
             ids = rng.integers(0, vocab, tokens).tolist()
             for c in list(arms)[:: 1 if r % 2 else -1]:
                 clock = time.perf_counter()
                 if phase == "pp":
-                    model.forward(ids, arms[c])
+                    model.prefill(ids, arms[c])
                 else:
                     for token in ids:
-                        model.forward([token], arms[c])
+                        model.prefill([token], arms[c])
                 times[c].append(time.perf_counter() - clock)
         others = load.others()
+        if len(times[pair]) < 3:
+            yield about.not_run(subject, f"budget: it ended after {len(times[pair])} rounds")
+            continue
         ratio = stats.interleaved_ratio(times[pair], times[BASELINE])
         median = {c: float(np.median(t)) for c, t in times.items()}
         kernels = witness(arms[pair].kv)
@@ -705,7 +743,7 @@ def _time_pair(
             "attention_share": share[pair],
             "attention_share_f16": share[BASELINE],
             "bytes": arms[pair].kv.used_bytes,
-            "depth_end": depth + policy.rounds * tokens,
+            "depth_end": depth + ratio.n * tokens,
         }
         if others is not None:
             metrics |= {"other_load": others, "contended": int(others > CONTENDED)}
@@ -800,6 +838,12 @@ class _Kept:
         self.run += found
         return found
 
+    def drop(self, records: Iterable[Evidence]) -> None:
+        """Take reused records out of this run and do not match new ones with them."""
+        gone = list(records)
+        self.run = [e for e in self.run if e not in gone]
+        self.earlier = [e for e in self.earlier if e not in gone]
+
 
 def _alike(a: Evidence, b: Evidence) -> bool:
     return (a.subject, a.outcome, a.metrics, a.reason) == (
@@ -859,7 +903,8 @@ def decide_model(
     passes: dict[Candidate, tuple[GatePass, ...]] = {}
     for i, pair in enumerate(pairs):
         records = kept.reuse("gate", pair)
-        if not records:
+        if not records or len(records) != records[0].subject["records"]:
+            kept.drop(records)
             tell(f"gate: {pair.name} ({i + 1} of {len(pairs)})")
             records = _gate(pair, shape, be, about, end)
             kept.add(*records)
@@ -935,6 +980,8 @@ def _gate(
         heads=sorted({(x.num_heads, x.num_kv_heads) for x in layers}),
         windows=sorted({x.window for x in layers if x.window}),
     )
+    # The number of records lets a reader notice one that was taken out of the store.
+    subject = {**subject, "records": len(records)}
     return [replace(e, subject={**e.subject, **subject}) for e in records]
 
 
