@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids `[...]` to float32 `[..., hidden]`."""
-        rows = F.embedding(ids, self.weight).float()
+        rows = functional.embedding(ids, self.weight).float()
         return rows if self.scale == 1.0 else rows * self.scale
 
 
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Float32 `[..., n]`, normalized over the last axis."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def attention(
@@ -120,7 +120,7 @@ def _uncached(
         mask = token <= position
         if window is not None:
             mask &= token > position - window
-    out = F.scaled_dot_product_attention(
+    out = functional.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -218,7 +218,12 @@ class PackedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[PackedLayer(kv.layer(i)) for i in indices])
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See PackedLayer.update."""
         updated: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(

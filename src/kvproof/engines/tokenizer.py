@@ -51,7 +51,9 @@ class Tokenizer:
         meta = file.metadata
         tokens = meta.get("tokenizer.ggml.tokens")
         if tokens is None:
-            raise RequestError(f"{file.path}: tokenizer.ggml.tokens is missing: no tokenizer inside")
+            raise RequestError(
+                f"{file.path}: tokenizer.ggml.tokens is missing: no tokenizer inside"
+            )
         words: list[str] = list(tokens)
         types = np.asarray(meta.get("tokenizer.ggml.token_type", np.ones(len(words))), np.int64)
         if len(types) != len(words):
@@ -237,6 +239,14 @@ class _ByteLevel:
                 f"{file.path}: tokenizer.ggml.pre {pre!r} is not supported ({', '.join(known)})"
             )
         vocab = {word: i for i, word in enumerate(words)}
+        lacking = [
+            merge for merge in pairs if not {merge[0], merge[1], merge[0] + merge[1]} <= vocab.keys()
+        ]
+        if lacking:
+            raise RequestError(
+                f"{file.path}: tokenizer.ggml.merges: {' '.join(lacking[0])!r} is made of or makes "
+                "what is not a token"
+            )
         self._model = Rust(models.BPE(vocab, pairs, fuse_unk=False))
         self._model.pre_tokenizer = pre_tokenizers.Sequence(splits)
         self._model.decoder = decoders.ByteLevel()

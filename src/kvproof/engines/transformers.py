@@ -195,7 +195,9 @@ def _load_directory(folder: Path) -> Model:
             use_safetensors=True,
             local_files_only=True,
         )
-        words = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        words = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
     except (OSError, ValueError, KeyError) as error:
         raise RequestError(f"{folder}: transformers cannot load it: {_line(error)}") from error
     # float16 has no products here; float32 stays what it is.
@@ -307,7 +309,10 @@ def _rope(file: GGUF, arch: str, default: float) -> dict[str, Any]:
     """Rotary parameters of the global layers."""
     meta = file.metadata
     kind = meta.get(f"{arch}.rope.scaling.type", "none")
-    rope = {"rope_type": "default", "rope_theta": float(meta.get(f"{arch}.rope.freq_base", default))}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": float(meta.get(f"{arch}.rope.freq_base", default)),
+    }
     if kind == "linear":
         factor = float(meta.get(f"{arch}.rope.scaling.factor", 1.0))
         rope |= {"rope_type": "linear", "factor": factor}
@@ -323,9 +328,7 @@ def _llama(file: GGUF, geometry: Geometry) -> tuple[Any, Any, _Names]:
 
     if any(layer.window for layer in geometry.layers):
         raise RequestError(f"{file.path}: llama with a sliding window cannot be run here")
-    config = LlamaConfig(
-        **_common(file, geometry), rope_parameters=_rope(file, "llama", 10000.0)
-    )
+    config = LlamaConfig(**_common(file, geometry), rope_parameters=_rope(file, "llama", 10000.0))
     return config, LlamaForCausalLM, _LLAMA_BLOCK
 
 
@@ -398,7 +401,9 @@ def _build(file: GGUF, geometry: Geometry, config: Any, cls: Any, block: _Names)
         if norm:  # GGUF holds Gemma's factor as 1 + w already
             replacement: Any = packed.RMSNorm(weight, config.rms_norm_eps)
         elif target.endswith("embed_tokens"):
-            replacement = packed.Embedding(weight, float(getattr(module, "scalar_embed_scale", 1.0)))
+            replacement = packed.Embedding(
+                weight, float(getattr(module, "scalar_embed_scale", 1.0))
+            )
         else:
             if geometry.architecture == "llama" and target.endswith(("q_proj", "k_proj")):
                 weight = _unpermute(weight, config.head_dim)

@@ -1,0 +1,122 @@
+"""Native dequantization and products against gguf-py and float64, on every instruction set here."""
+
+import gguf
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed (extra: transformers)")
+
+from kvproof import _weights, weights  # noqa: E402
+from kvproof.errors import RequestError  # noqa: E402
+from kvproof.gguf import GGUF, RawTensor, write_gguf  # noqa: E402
+
+ISAS = _weights.isas()
+
+
+def blocks(name, count, seed=0):
+    """Random bytes of `count` blocks of a type, scales of all signs and sizes among them."""
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(seed).integers(0, 256, count * size, dtype=np.uint8)
+    with np.errstate(invalid="ignore", over="ignore"):  # random scales are sometimes NaN
+        plain = {"f32": np.float32, "f16": np.float16}.get(name, np.uint8)
+        want = gguf.quants.dequantize(raw.view(plain).reshape(1, -1), kind)
+    return raw, np.ascontiguousarray(want.reshape(-1), np.float32), count * values
+
+
+def same_bits(a, b):
+    """Equal bit for bit; any NaN equals any NaN."""
+    kind = np.dtype(f"u{a.dtype.itemsize}")
+    return (a.view(kind) == b.view(kind)) | (np.isnan(a) & np.isnan(b))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", weights.READABLE)
+def test_dequantization_equals_gguf_py_bit_for_bit(name, isa):
+    raw, want, n = blocks(name, 1031)
+    guarded = torch.full((n + 16,), float("nan"))
+    guarded[n:] = 7.0
+    _weights.dequantize_f32(weights.READABLE[name], raw, guarded[:n], 2, isa)
+    assert same_bits(guarded[:n].numpy(), want).all()
+    assert (guarded[n:] == 7.0).all()
+    half = torch.empty(n, dtype=torch.bfloat16)
+    _weights.dequantize_bf16(weights.READABLE[name], raw, half.view(torch.int16), 2, isa)
+    rounded = torch.from_numpy(want).bfloat16()
+    same = (half.view(torch.int16) == rounded.view(torch.int16)) | (half.isnan() & rounded.isnan())
+    assert bool(same.all())
+
+
+def test_a_tensor_read_from_a_file_has_torch_order_and_values(tmp_path):
+    raw, want, n = blocks("q5_k", 6)
+    path = tmp_path / "a.gguf"
+    write_gguf(path, {"general.architecture": "x"}, {"t": RawTensor((512, 3), 13, raw)})
+    with GGUF(path) as file:
+        got = weights.read_tensor(file, file.tensors["t"], torch.float32)
+        assert got.shape == (3, 512) and same_bits(got.numpy().reshape(n), want).all()
+        # Pages of the file were let go; it reads the same again.
+        again = weights.read_tensor(file, file.tensors["t"], torch.float32)
+        assert same_bits(again.numpy(), got.numpy()).all()
+
+
+def test_types_that_cannot_be_read_are_named(tmp_path):
+    path = tmp_path / "a.gguf"
+    write_gguf(
+        path,
+        {"general.architecture": "x"},
+        {"blk.0.x": RawTensor((256, 1), 10, np.zeros(84, np.uint8))},
+    )
+    with GGUF(path) as file, pytest.raises(RequestError, match=r"'blk\.0\.x': type q2_k cannot be"):
+        weights.read_tensor(file, file.tensors["blk.0.x"], torch.float32)
+
+
+def test_wrong_sizes_are_refused_before_anything_is_written():
+    out = torch.full((64,), 3.0)
+    with pytest.raises(ValueError, match="33 bytes do not hold 64 values"):
+        _weights.dequantize_f32(8, np.zeros(33, np.uint8), out, 1)
+    with pytest.raises(ValueError, match="type 99 is not supported"):
+        _weights.dequantize_f32(99, np.zeros(68, np.uint8), out, 1)
+    assert (out == 3.0).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", [(7, 16), (130, 640), (257, 100), (300, 517), (1, 3)])
+def test_products_match_float64(shape, isa):
+    n, k = shape
+    for m in (*range(1, 10), 13, 33):
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m))
+        w = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).bfloat16()
+        guarded = torch.full((m * n + 16,), float("nan"))
+        guarded[m * n :] = 7.0
+        args = x.data_ptr(), w.data_ptr(), guarded.data_ptr(), m, n, k
+        _weights.linear(*args, 2, isa)
+        got, want = guarded[: m * n].view(m, n).double(), x.double() @ w.double().T
+        assert bool(torch.isfinite(got).all())
+        assert float((got - want).norm() / want.norm()) < 1e-6
+        assert (guarded[m * n :] == 7.0).all()
+        one = guarded.clone()
+        _weights.linear(*args, 1, isa)
+        assert torch.equal(one[: m * n], guarded[: m * n])  # the same bits on any thread count
+
+
+def test_linear_takes_batches_and_strided_rows_and_refuses_other_dtypes():
+    w = torch.randn(20, 32).bfloat16()
+    x = torch.randn(3, 32, 5).transpose(1, 2)
+    got = weights.linear(x, w, 2)
+    assert got.shape == (3, 5, 20)
+    torch.testing.assert_close(got, x @ w.float().T, rtol=1e-5, atol=1e-5)
+    for bad in (x.double(), x.bfloat16(), torch.randn(3, 31)):
+        with pytest.raises(ValueError, match="expected float32"):
+            weights.linear(bad, w, 2)
+
+
+def test_thread_count_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("KVPROOF_THREADS", "3")
+    assert weights.thread_count() == 3
+    monkeypatch.setenv("KVPROOF_THREADS", "many")
+    with pytest.raises(RequestError, match="KVPROOF_THREADS: expected a positive number"):
+        weights.thread_count()
+
+
+def test_an_unknown_instruction_set_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match=r"neon cannot run here; choose one of scalar"):
+        _weights.dequantize_f32(0, np.zeros(4, np.uint8), torch.zeros(1), 1, "neon")
