@@ -4,6 +4,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from kvproof import backends
 from kvproof.cache import KVCache
 from kvproof.decision import BASELINE, Candidate, Policy
 from kvproof.errors import Refused, RequestError
-from kvproof.evidence import Environment, Evidence, Outcome
+from kvproof.evidence import Environment, Evidence, Outcome, Store
 from kvproof.geometry import Geometry, LayerGeometry, Source
 from kvproof.lanes import kv
 
@@ -250,6 +251,25 @@ def test_a_spent_budget_is_said():
     assert all("budget" in e.reason for e in records)
 
 
+def test_the_last_candidates_give_way_when_a_window_would_run_late(monkeypatch):
+    class Ticking(Toy):
+        def forward(self, ids, cache):
+            clock["t"] += 1.0
+            return super().forward(ids, cache)
+
+    clock = {"t": 0.0}
+    monkeypatch.setattr(kv.time, "monotonic", lambda: clock["t"])
+    # Four chunks of one second an arm: three arms take 12 s, two take 9 s after the first chunk.
+    for deadline, pairs in ((12.0, {Q8, TQ4}), (9.5, {Q8}), (5.0, set())):
+        clock["t"] = 0.0
+        figures, _ = kv.compare_window(
+            Ticking(), WINDOWS[0], [Q8, TQ4], backend="reference", chunk=64, floor=False,
+            deadline=deadline,
+        )  # fmt: skip
+        assert set(figures) == pairs
+        assert clock["t"] <= deadline
+
+
 def gates():
     record = Evidence({"kind": "gate"}, Outcome.PASSED, {}, ABOUT.environment, ABOUT.digest, "c")
     return {p: (record.gate_pass(),) for p in (Q8, TQ4)}
@@ -326,3 +346,131 @@ def test_layer_lists_read_well():
 def test_the_default_text_is_english_and_long():
     words = kv.default_text().split()
     assert len(words) > 50_000 and words.count("the") > 1000
+
+
+class Tokens:
+    def encode(self, words):
+        return text(3000) if len(words) > 1 else [1 if words == "a" else 2]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """decide_model on the toy; the gate answers for the pairs that `gate_of` names."""
+    from kvproof import gate, geometry
+    from kvproof.engines import transformers
+
+    path = tmp_path / "toy.gguf"
+    path.write_bytes(b"toy")
+    model = Toy()
+    model.tokenizer = Tokens()
+    calls = {"gate": [], "outcome": Outcome.PASSED}
+
+    def gate_evidence(pair, head_dims, backend, progress=None, *, heads, windows):
+        calls["gate"].append(pair)
+        assert (head_dims, heads, windows) == ([(32, 32)], [(2, 1)], [24])
+        outcome = calls["outcome"] if pair[0] == "tq4" else Outcome.PASSED
+        return [
+            Evidence(
+                {"kind": "gate", "op": op, "backend": backend.name},
+                outcome,
+                {},
+                Environment.current(backend.environment()),
+                backend.digest(),
+                "c",
+                None if outcome is Outcome.PASSED else "row 3 is off",
+            )
+            for op in ("encode", "attention")
+        ]
+
+    monkeypatch.setattr(geometry, "geometry", lambda _: shape())
+    monkeypatch.setattr(transformers, "load", lambda _: model)
+    monkeypatch.setattr(gate, "gate_evidence", gate_evidence)
+    store = Store(tmp_path / "evidence.jsonl")
+
+    def start(policy=EASY, **more):
+        calls["gate"].clear()
+        model.forwards = 0
+        return kv.decide_model(path, policy, store, backend="reference", **more)
+
+    return SimpleNamespace(start=start, calls=calls, model=model, store=store, path=path)
+
+
+# Timings of the toy say nothing, so the speed bounds of this policy are out of reach.
+EASY = replace(
+    POLICY, kld_max=2.0, same_top_min=0.0, delta_nll_max=2.0, tg_ratio_min=0.01, pp_ratio_min=0.01
+)
+
+
+def test_a_run_ends_in_a_decision_and_the_next_one_only_reads(run):
+    first = run.start()
+    assert first.decision.chosen == TQ4, first.decision.reason
+    assert run.calls["gate"] == [("f16", "f16"), ("q8_0", "q8_0"), ("tq4", "tq4")]
+    before = run.store.path.read_bytes()
+    again = run.start()
+    assert run.calls["gate"] == [] and run.model.forwards == 0
+    assert run.store.path.read_bytes() == before
+    assert again.decision == first.decision
+
+
+def test_a_stricter_policy_measures_on_from_what_is_there(run):
+    run.start()
+    stricter = replace(EASY, tokens_min=1024, depths=(40, 60))
+    result = run.start(stricter)
+    assert run.calls["gate"] == [] and run.model.forwards > 0
+    quality = {kv._pair_of(e): e for e in result.evidence if e.subject["kind"] == "quality"}
+    assert quality[Q8].metrics["tokens"] == 1024
+    assert result.decision.chosen == TQ4
+
+
+def test_a_pair_that_fails_the_gate_is_never_measured(run):
+    run.calls["outcome"] = Outcome.FAILED
+    result = run.start()
+    assert result.decision.chosen == Q8
+    assert "row 3 is off" in result.decision.rejected["tq4/tq4"]
+    kinds = {e.subject["kind"] for e in result.evidence if kv._pair_of(e) == TQ4}
+    assert kinds == {"gate"}
+
+
+def test_without_time_stock_stays_and_every_gap_is_recorded(run):
+    result = run.start(budget_seconds=1e-6)
+    assert result.decision.chosen == BASELINE
+    gaps = [e for e in result.evidence if e.outcome is Outcome.NOT_RUN]
+    assert {kv._pair_of(e) for e in gaps} == {BASELINE, Q8, TQ4}
+    assert all("budget" in e.reason for e in gaps)
+    assert run.start().decision.chosen == TQ4
+
+
+def test_an_edited_store_never_helps_a_pair(run):
+    run.calls["outcome"] = Outcome.FAILED
+    run.start()
+    text = run.store.path.read_text()
+    assert '"outcome":"FAILED"' in text
+    edited = text.replace('"outcome":"FAILED"', '"outcome":"PASSED"')
+    run.store.path.write_text(edited.replace('"reason":"row 3 is off"', '"reason":null'))
+    result = run.start()
+    assert ("tq4", "tq4") in run.calls["gate"]
+    assert result.decision.chosen == Q8
+
+
+def test_quality_that_misses_a_bound_spares_the_speed(run):
+    result = run.start(replace(EASY, kld_max=1e-9))
+    assert result.decision.chosen == BASELINE
+    speeds = [e for e in result.evidence if e.subject["kind"] == "speed"]
+    assert len(speeds) == 2 and {e.outcome for e in speeds} == {Outcome.NOT_RUN}
+    assert all("quality" in e.reason for e in speeds)
+
+
+def test_a_baseline_that_the_model_refuses_is_said(run, monkeypatch):
+    monkeypatch.setattr(kv, "candidates", lambda *_: {BASELINE: "layer 3, key format f16: no"})
+    with pytest.raises(Refused, match="layer 3"):
+        run.start()
+
+
+def test_a_model_folder_is_told_apart_by_its_files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    first = kv.model_digest(tmp_path)
+    (tmp_path / "README.md").write_text("notes")
+    assert kv.model_digest(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"2")
+    assert kv.model_digest(tmp_path) != first

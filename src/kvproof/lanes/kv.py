@@ -220,19 +220,20 @@ def compare_window(
     rows: dict[Candidate, list[NDArray[np.float64]]] = {pair: [] for pair in pairs}
     noise: list[NDArray[np.float64]] = []
     broken: dict[Candidate, str] = {}
-    begin = time.monotonic()
+    begin, ran = time.monotonic(), 0  # tokens of all arms together
     with torch.inference_mode():
         for start in range(0, n, chunk):
             if start:
                 # The arms that fit in the time left, at the pace of those that ran.
                 now = time.monotonic()
-                pace = (now - begin) / start / (len(caches) + 1 + floor)
+                pace = (now - begin) / ran
                 room = (deadline - now) / (pace * (n - start)) - 1 - floor
                 for pair in list(caches)[max(0, int(min(room, len(caches)))) :]:
                     del caches[pair], rows[pair]
                 if not caches:
                     return dict(broken), None
             piece, want = inputs[start : start + chunk], targets[start : start + chunk]
+            ran += len(piece) * (len(caches) + 1 + floor)
             base = _log_softmax(model.forward(piece, base_cache))
             if not bool(torch.isfinite(base.sum(dtype=torch.float64))):
                 raise Refused(
