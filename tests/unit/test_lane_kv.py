@@ -460,6 +460,17 @@ def test_quality_that_misses_a_bound_spares_the_speed(run):
     assert all("quality" in e.reason for e in speeds)
 
 
+def test_one_measurement_can_be_asked_for(run):
+    strict = replace(EASY, kld_max=1e-9)
+    result = run.start(strict, measures=("speed",))
+    speeds = [e for e in result.evidence if e.subject["kind"] == "speed"]
+    assert len(speeds) == 4 and {e.outcome for e in speeds} == {Outcome.PASSED}
+    assert not [e for e in result.evidence if e.subject["kind"].startswith("quality")]
+    result = run.start(measures=("quality",))
+    assert not [e for e in result.evidence if e.subject["kind"] == "speed"]
+    assert len([e for e in result.evidence if e.subject["kind"] == "quality"]) == 2
+
+
 def test_a_baseline_that_the_model_refuses_is_said(run, monkeypatch):
     monkeypatch.setattr(kv, "candidates", lambda *_: {BASELINE: "layer 3, key format f16: no"})
     with pytest.raises(Refused, match="layer 3"):

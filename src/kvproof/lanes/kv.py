@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,6 +163,11 @@ def window_ids(ids: Sequence[int], prefix: Sequence[int], policy: Policy) -> lis
     return windows
 
 
+def _windows(model: Any, text: str, policy: Policy) -> list[list[int]]:
+    ids, prefix = model.tokenizer.encode(text), bos_prefix(model.tokenizer.encode)
+    return window_ids(ids[len(prefix) :], prefix, policy)
+
+
 def bos_prefix(encode: Callable[[str], list[int]]) -> list[int]:
     """What the tokenizer puts before any text; a window from the middle of a text needs it too."""
     first, second = encode("a"), encode("0")
@@ -293,6 +298,7 @@ def poison(model: Any, ids: Sequence[int], pair: Candidate, backend: str) -> dic
 
     Rows are rolled by one token within the live buffers: still valid codes, so nothing but a cache
     that is not read can leave the logits alone. Returns the largest change, {"key": c, "value": c}.
+    Only logits of the last token are computed: for a large vocabulary the others cost most.
     """
     import torch
 
@@ -300,12 +306,12 @@ def poison(model: Any, ids: Sequence[int], pair: Candidate, backend: str) -> dic
 
     def logits(spoil: str | None) -> Any:
         cache = _cache(model, pair, backend)
-        model.forward(ids[:half], cache)
+        model.prefill(ids[:half], cache)
         if spoil is not None:
             for layer in cache.kv.owners:
                 blocks = layer.k_blocks if spoil == "key" else layer.v_blocks
                 blocks[:] = np.roll(blocks, 1, axis=0)
-        return model.forward(ids[half:], cache)
+        return model.prefill(ids[half:], cache)
 
     with torch.inference_mode():
         clean = logits(None)
@@ -365,6 +371,8 @@ def measure_quality(
             floor=floor,
             deadline=deadline,
         )
+        if not figures:
+            break  # not even the first candidate fits in the time left
         arm_seconds = (time.perf_counter() - clock) / (len(figures) + 1 + floor)
         for pair in (p for p in todo if p in figures):
             found = figures[pair]
@@ -375,9 +383,7 @@ def measure_quality(
                 record = about.record(subject, Outcome.FAILED, {}, started=started, reason=found)
             else:
                 _check_baseline(found.nll, int(model.geometry.vocab_size))
-                moved = (
-                    poison(model, ids[: 2 * BLOCK], pair, about.backend) if not held[pair] else {}
-                )
+                moved = poison(model, ids[:BLOCK], pair, about.backend) if not held[pair] else {}
                 record = _window_record(about, subject, found, noise, moved, started)
             held[pair][digest] = record
             yield record
@@ -864,6 +870,7 @@ def decide_model(
     name: str | None = None,
     text: str | None = None,
     text_name: str = "Python's own documentation (pydoc_data.topics)",
+    measures: Collection[str] = ("quality", "speed"),
     budget_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Result:
@@ -871,8 +878,9 @@ def decide_model(
 
     Every finished measurement is in `store` at once and a second call measures only what is
     missing. With a budget the order is gate, bytes, quality of the most promising pairs, their
-    speed; what does not fit is recorded as NOT_RUN. RequestError and Refused as the parts raise
-    them.
+    speed; what does not fit is recorded as NOT_RUN. With only "speed" in `measures` every pair
+    that passed the gate is timed, whatever its quality. RequestError and Refused as the parts
+    raise them.
     """
     from kvproof import backends
     from kvproof.engines.transformers import load
@@ -924,41 +932,39 @@ def decide_model(
     if rivals:
         tell("loading the model")
         model = load(path)
-        ids = model.tokenizer.encode(text or default_text())
-        prefix = bos_prefix(model.tokenizer.encode)
-        windows = window_ids(ids[len(prefix) :], prefix, policy)
-        deadline = time.monotonic() + QUALITY_SHARE * (end - time.monotonic())
-        for e in measure_quality(
-            model,
-            windows,
-            rivals,
-            about=about,
-            policy=policy,
-            done=kept.earlier,
-            deadline=deadline,
-            progress=tell,
-        ):
-            kept.add(e)
-        held = {_pair_of(e): e for e in kept.run if e.subject["kind"] == "quality"}
-        good = [p for p in rivals if _within(held[p], policy)]
-        for pair in rivals:
-            if pair not in good:
+        good = rivals
+        if "quality" in measures:
+            for e in measure_quality(
+                model,
+                _windows(model, text or default_text(), policy),
+                rivals,
+                about=about,
+                policy=policy,
+                done=kept.earlier,
+                deadline=time.monotonic() + QUALITY_SHARE * (end - time.monotonic()),
+                progress=tell,
+            ):
+                kept.add(e)
+            held = {_pair_of(e): e for e in kept.run if e.subject["kind"] == "quality"}
+            good = [p for p in rivals if _within(held[p], policy)]
+        if "speed" in measures:
+            for pair in (p for p in rivals if p not in good):
                 why = "its quality does not clear the policy, so its speed decides nothing"
                 kept.add(about.not_run(about.subject("speed", pair), why))
-        if policy.objective != "speed":
-            good.sort(key=lambda p: (size.get(p, math.inf), p))
-        kept.run += [e for e in kept.earlier if _is_speed(e, about, policy)]
-        for e in measure_speed(
-            model,
-            good,
-            about=about,
-            policy=policy,
-            gates={p: (*passes[BASELINE], *passes[p]) for p in good},
-            done=kept.earlier,
-            deadline=end,
-            progress=tell,
-        ):
-            kept.add(e)
+            if policy.objective != "speed":
+                good = sorted(good, key=lambda p: (size.get(p, math.inf), p))
+            kept.run += [e for e in kept.earlier if _is_speed(e, about, policy)]
+            for e in measure_speed(
+                model,
+                good,
+                about=about,
+                policy=policy,
+                gates={p: (*passes[BASELINE], *passes[p]) for p in good},
+                done=kept.earlier,
+                deadline=end,
+                progress=tell,
+            ):
+                kept.add(e)
     tell(f"done after {time.monotonic() - begin:.0f} s")
     decision = decide([e for e in kept.run if e.subject["kind"] != "quality-window"], policy)
     return Result(decision, policy, [*kept.run, *kept.unreadable], about, shape, text_name)
