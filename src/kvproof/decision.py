@@ -129,7 +129,10 @@ class Policy:
         unknown = sorted(set(values) - set(policy_fields()))
         if unknown:
             raise RequestError(f"policy: unknown keys {', '.join(unknown)}")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        plain: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+        }
+        return cls(**plain)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as decision.json holds them."""
@@ -232,8 +235,9 @@ class Verdict:
     """One row of the matrix: what became of a candidate, and why."""
 
     candidate: Candidate
-    status: str  # "chosen" | "accepted" | "baseline" | "rejected" | "inconclusive" | "refused" |
-    #              "not run"
+    # "chosen" | "accepted" | "baseline" | "inconclusive" | "rejected" (by a bound) |
+    # "failed" (gate or run) | "not run" | "refused"
+    status: str
     reason: str
     evidence: tuple[str, ...]  # ids of the records that it rests on
 
@@ -371,7 +375,7 @@ def _judge(
     bad = [e for e in gate if e.outcome is not Outcome.PASSED]
     if any(e.outcome is Outcome.FAILED for e in bad):
         failed = [e for e in bad if e.outcome is Outcome.FAILED]
-        return end("rejected", f"Gate failed: {_first(_reasons(failed))}.", failed)
+        return end("failed", f"Gate failed: {_first(_reasons(failed))}.", failed)
     whole = max((int(e.subject.get("records", 0)) for e in gate), default=0)
     if bad or not gate or len({e.id for e in gate}) < whole:
         why = _first(_reasons(bad)) if bad else f"{len(gate)} of {whole} gate records"
@@ -397,7 +401,7 @@ def _judge(
         return end("not run", _missing("Quality", quality, records, "quality"), used)
     used.append(quality)
     if quality.outcome is not Outcome.PASSED:
-        return end("rejected", f"Quality run: {'; '.join(_reasons([quality]))}.", used)
+        return end("failed", f"Quality run failed: {'; '.join(_reasons([quality]))}.", used)
     m = quality.metrics
     tokens = int(m["tokens"])
     checks = [
@@ -633,7 +637,8 @@ def _headline(
     if not any(v.evidence for v in tried):
         return "Keep stock (f16): nothing else was measured, so nothing else is proven."
     phrases = {
-        "rejected": "{n} miss a bound of the policy",
+        "failed": "{n} failed a check",
+        "rejected": "{n} missed a bound of the policy",
         "inconclusive": "{n} need more data",
         "refused": "{n} cannot run on this model",
         "not run": "{n} were not measured in full",

@@ -135,7 +135,7 @@ def test_stock_stays_when_nothing_clears_the_bounds():
     d = decide([*BASE, *proven("tq4", 25, 0.17), *proven("q8_0", 53, 0.0006, ratio=0.8)], SMALL)
     assert d.chosen == BASELINE
     assert d.reason == (
-        "Keep stock (f16): of 3 candidates 2 miss a bound of the policy, 1 were not measured in "
+        "Keep stock (f16): of 3 candidates 2 missed a bound of the policy, 1 were not measured in "
         "full."
     )
     assert "runs at 0.80 [0.78, 0.82]x" in d.rejected["q8_0/q8_0"]
@@ -166,6 +166,15 @@ def test_one_gate_record_that_did_not_pass_is_enough(outcome):
     d = decide([*BASE, *proven("q8_0", 53, 0.0006), bad], SMALL)
     assert d.chosen == BASELINE
     assert "row 3 is off" in d.rejected["q8_0/q8_0"]
+
+
+def test_what_failed_is_told_apart_from_what_missed_a_bound():
+    bad = gate("q8_0", outcome=Outcome.FAILED, reason="row 3 is off")
+    unread = record("quality", "tq4", outcome=Outcome.FAILED, reason="the cache is not read")
+    d = decide([*BASE, bad, *proven("tq4", 25, 0.1)[:2], unread], SMALL)
+    assert status(d, "q8_0") == status(d, "tq4") == "failed"
+    assert "2 failed a check" in d.reason
+    assert "cache is not read" in d.rejected["tq4/tq4"]
 
 
 def test_a_gate_record_taken_out_is_noticed():

@@ -949,7 +949,7 @@ def decide_model(
             good = [p for p in rivals if _within(held[p], policy)]
         if "speed" in measures:
             for pair in (p for p in rivals if p not in good):
-                why = "its quality does not clear the policy, so its speed decides nothing"
+                why = "speed decides only where quality clears the policy"
                 kept.add(about.not_run(about.subject("speed", pair), why))
             if policy.objective != "speed":
                 good = sorted(good, key=lambda p: (size.get(p, math.inf), p))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvproof import __version__
 from kvproof.decision import BASELINE, Candidate, Policy
 from kvproof.errors import RequestError
 from kvproof.evidence import Evidence, Outcome, Store
@@ -30,6 +31,7 @@ STATUS_MARK = {
     "baseline": "○",
     "inconclusive": "?",
     "rejected": "✕",
+    "failed": "!",
     "not run": "…",
     "refused": "⊘",
 }
@@ -58,7 +60,7 @@ def document(result: Result) -> dict[str, Any]:
             "cores": environment.cores,
             "threads": environment.threads,
             "is_software": environment.is_software,
-            "versions": dict(sorted(environment.versions.items())),
+            "versions": dict(sorted({"kvproof": __version__, **environment.versions}.items())),
         },
         "digest": about.digest,
     }
