@@ -1,9 +1,9 @@
 """The CPU backend: native kernels, one set per instruction set, chosen once.
 
 `KVPROOF_CPU_ISA` (scalar, avx2 or avx512) forces a set, `KVPROOF_THREADS` the default number of
-threads. Cached rows are read in place: any strides in the first two axes, no repacking. NumPy arrays
-and torch CPU tensors are taken without copies where they are float32 (queries, inputs) or uint8
-(blocks) and contiguous along the last axis.
+threads. Cached rows are read in place: any strides in the first two axes, no repacking. NumPy
+arrays and torch CPU tensors are taken without copies where they are float32 (queries, inputs) or
+uint8 (blocks) and contiguous along the last axis.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvproof import formats, rotation
+from kvproof import rotation
 from kvproof.backends.reference import check_shapes, source_digest
 from kvproof.errors import Refused, RequestError
 from kvproof.formats import Counters, Format
+from kvproof.formats import get as format_of
 from kvproof.formats.base import cuts_below
 from kvproof.formats.row import START3, START4, TRIES
 
@@ -39,7 +40,7 @@ _STARTS = {"tq4": float(START4), "tq3": float(START3)}
 def _hand_over_constants() -> None:
     """Give the native kernels the codebooks and sign vectors, which exist only in Python."""
     for name in _kernels.FORMATS:
-        f = formats.get(name)
+        f = format_of(name)
         if f.codebook is not None:
             cuts = [float(c) for c in cuts_below(f.codebook)]
             tries = [float(t) for t in TRIES]
@@ -120,7 +121,7 @@ class CpuBackend:
 
     def refuses(self, op: str, fmt: str | Format, head_dim: int) -> str | None:
         """What the format refuses, what has no kernel, and rows wider than the kernels take."""
-        f = formats.get(fmt)
+        f = format_of(fmt)
         if op not in ("encode", "decode", "scores", "attention"):
             return f"backend cpu: no operation {op!r}"
         if f.name not in _kernels.FORMATS:
@@ -135,7 +136,7 @@ class CpuBackend:
 
     def kernel(self, op: str, fmt: str | Format, head_dim: int) -> str:
         """`<op>_<format>_<isa>`; the kernels are the same for every head_dim."""
-        return f"{op}_{formats.get(fmt).name}_{self.isa}"
+        return f"{op}_{format_of(fmt).name}_{self.isa}"
 
     def digest(self) -> str:
         """SHA-256 over the compiled kernels and the sources of the formats."""
@@ -149,7 +150,7 @@ class CpuBackend:
         self, fmt: str | Format, x: Any, scale: Any = None
     ) -> tuple[NDArray[np.uint8], Counters]:
         """`encode`, and how many scales or elements were saturated or flushed to zero."""
-        f = formats.get(fmt)
+        f = format_of(fmt)
         values = _floats(x, f"{f.name}: encode")
         if values.ndim == 0:
             raise RequestError(f"{f.name}: encode needs an array of at least one axis")
@@ -167,7 +168,7 @@ class CpuBackend:
 
     def decode(self, fmt: str | Format, blocks: Any, scale: Any = None) -> NDArray[np.float32]:
         """Uint8 `[..., row_bytes]` to float32 `[..., n]` in the plain basis."""
-        f = formats.get(fmt)
+        f = format_of(fmt)
         raw = _bytes(blocks, f"{f.name}: decode")
         if raw.ndim == 0:
             raise RequestError(f"{f.name}: decode needs an array of at least one axis")
@@ -186,7 +187,7 @@ class CpuBackend:
     ) -> Any:
         """Plain dot products `[n_q, num_heads, n_kv]` (or `[n_q, n_kv]` from two-dimensional
         input)."""
-        f = formats.get(fmt)
+        f = format_of(fmt)
         queries, keys = _floats(q, "scores: q"), _bytes(blocks, "scores: blocks")
         if queries.ndim == 2 and keys.ndim == 2:
             flat = self.scores(f, queries[:, None], keys[:, None], scale, threads)
@@ -219,7 +220,7 @@ class CpuBackend:
     ) -> Any:
         """Softmax attention of the last n_q positions over the cached rows, `[n_q, num_heads,
         head_dim_v]`; the same bytes for any number of threads."""
-        fk, fv = formats.get(key), formats.get(value)
+        fk, fv = format_of(key), format_of(value)
         queries = _floats(q, "attention: q")
         keys, values = _bytes(k_blocks, "attention: keys"), _bytes(v_blocks, "attention: values")
         check_shapes(queries, keys, fk.row_values(keys.shape[-1]))

@@ -1,0 +1,182 @@
+"""Attention over an encoded cache against torch's scaled_dot_product_attention, in one run.
+
+    python benchmarks/attention.py                       # decode: one query after N cached tokens
+    python benchmarks/attention.py --prefill             # 512 queries after 8192 tokens
+    python benchmarks/attention.py --formats tq4,q8_0 --shapes 32,8,128,32768 --json out.json
+
+Every round times each candidate and each torch variant once, in turn, so that a slow moment of the
+machine hits all of them. The baseline is the torch variant with the lowest median among bf16, f16
+and f32, with `enable_gqa` and with the query group folded into the query length (the faster form:
+K and V are then read once a group). The ratio is the median over rounds of baseline / candidate
+with its 95 % bootstrap interval. Our side reads the cache's row bytes in head-major order, as
+kvproof's cache holds them. Run on a quiet machine: the load average is printed and stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvproof import formats
+from kvproof.backends.cpu import CpuBackend, default_threads
+from kvproof.stats import interleaved_ratio
+
+DECODE = "32,8,128,32768;4,1,256,32768;8,1,512,32768"
+PREFILL = "32,8,128,8704;4,1,256,8704;8,1,512,8704"
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+TOO_SLOW = 5.0  # times the fastest torch variant of the warm-up
+Run = Callable[[], object]
+
+
+def gaussian(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def read_bandwidth(threads: int) -> float:
+    """GB/s of torch summing 256 MiB of float32, best of ten."""
+    torch.set_num_threads(threads)
+    x = torch.ones(1 << 26)
+    best = min(timed(lambda: x.sum()) for _ in range(10))
+    return x.numel() * 4 / best / 1e9
+
+
+def timed(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def ours(be: CpuBackend, name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[Run, int]:
+    """A call on head-major encoded rows `[n, kv_heads, bytes]`, and the bytes it reads."""
+    f = formats.get(name)
+    keys, values = (be.encode(f, x).transpose(1, 0, 2) for x in (k, v))  # k: [kv_heads, n, dim]
+    return lambda: be.attention(q, keys, values, key=f, value=f), keys.nbytes + values.nbytes
+
+
+def torch_variants(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, Run]:
+    """scaled_dot_product_attention by dtype and form; q `[n_q, heads, dim]`."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    n_q, heads, dim = q.shape
+    kv_heads, n = k.shape[:2]
+    group = heads // kv_heads
+    mask = None
+    if n_q > 1:
+        mask = torch.ones(n_q, n, dtype=torch.bool).tril(n - n_q)
+    out: dict[str, Run] = {}
+    for name, dtype in DTYPES.items():
+        keys, values = (torch.from_numpy(x)[None].to(dtype) for x in (k, v))
+        plain = torch.from_numpy(q).permute(1, 0, 2)[None].to(dtype).contiguous()
+        folded = plain.reshape(1, kv_heads, group * n_q, dim)
+        tall = None if mask is None else mask.repeat(group, 1)
+        out[f"torch {name} gqa"] = lambda q=plain, k=keys, v=values: sdpa(
+            q, k, v, attn_mask=mask, enable_gqa=True
+        )
+        out[f"torch {name} folded"] = lambda q=folded, k=keys, v=values, m=tall: sdpa(
+            q, k, v, attn_mask=m
+        )
+    return out
+
+
+def measure(
+    be: CpuBackend,
+    shape: tuple[int, ...],
+    names: list[str],
+    n_q: int,
+    rounds: int,
+    bandwidth: float,
+) -> list[dict[str, Any]]:
+    heads, kv_heads, dim, n = shape
+    q = gaussian(0, n_q, heads, dim)
+    k, v = gaussian(1, kv_heads, n, dim), gaussian(2, kv_heads, n, dim)
+    runs: dict[str, Run] = {}
+    nbytes: dict[str, int] = {}
+    for name in names:
+        if formats.get(name).refuses(dim, "key") is None:
+            runs[name], nbytes[name] = ours(be, name, q, k, v)
+    baselines = torch_variants(q, k, v)
+    for run in runs.values():
+        run()
+    warm = {label: min(timed(run), timed(run)) for label, run in baselines.items()}
+    fastest = min(warm.values())
+    slow = [label for label, t in warm.items() if t > TOO_SLOW * fastest]
+    for label in slow:  # never the best one, and they would take most of the time
+        print(f"not timed further: {label}, {warm[label] * 1e3:.1f} ms", file=sys.stderr)
+        del baselines[label]
+    runs |= baselines
+    times: dict[str, list[float]] = {label: [] for label in runs}
+    for _ in range(rounds):
+        for label, run in runs.items():
+            times[label].append(timed(run))
+    best = min(baselines, key=lambda label: float(np.median(times[label])))
+    table = []
+    for label, t in times.items():
+        ratio = interleaved_ratio(t, times[best])
+        median = float(np.median(t))
+        row: dict[str, Any] = {
+            "shape": list(shape), "n_q": n_q, "name": label, "median_ms": median * 1e3,
+            "min_ms": min(t) * 1e3, "baseline": best, "ratio": ratio.value, "low": ratio.low,
+            "high": ratio.high, "rounds": rounds,
+        }  # fmt: skip
+        if label in nbytes:
+            row["kernel"] = be.kernel("attention", label, dim)
+            row["gb_per_s"] = nbytes[label] / median / 1e9
+            row["share_of_read_bandwidth"] = row["gb_per_s"] / bandwidth
+        table.append(row)
+    return table
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"\n(heads, kv heads, head_dim, tokens) = {tuple(rows[0]['shape'])}, "
+          f"{rows[0]['n_q']} queries; baseline: {rows[0]['baseline']}")  # fmt: skip
+    for r in rows:
+        traffic = ""
+        if "gb_per_s" in r:
+            traffic = f"{r['gb_per_s']:7.1f} GB/s {100 * r['share_of_read_bandwidth']:4.0f} %"
+        print(f"  {r['name']:18s} {r['median_ms']:9.3f} ms (min {r['min_ms']:9.3f})  "
+              f"{r['ratio']:6.2f}x [{r['low']:.2f}, {r['high']:.2f}] {traffic}")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", help="heads,kv_heads,head_dim,tokens;...")
+    parser.add_argument("--formats", default="tq4,tq3,tbq4_0,tbq3_0,q4_0,q8_0,fp8_e4m3,bf16,f16")
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--prefill", action="store_true", help="512 queries instead of one")
+    parser.add_argument("--json", help="write all rows here")
+    args = parser.parse_args()
+
+    os.environ["KVPROOF_THREADS"] = str(args.threads)
+    be = CpuBackend()
+    bandwidth = read_bandwidth(args.threads)
+    environment = be.environment() | {
+        "torch": torch.__version__, "python": sys.version.split()[0], "numpy": np.__version__,
+        "load_average": os.getloadavg()[0], "read_gb_per_s": bandwidth,
+    }  # fmt: skip
+    for key, value in environment.items():
+        print(f"{key}: {value}")
+    rows: list[dict[str, Any]] = []
+    for text in (args.shapes or (PREFILL if args.prefill else DECODE)).split(";"):
+        heads, kv_heads, dim, n = (int(part) for part in text.split(","))
+        names = args.formats.split(",")
+        n_q = 512 if args.prefill else 1
+        table = measure(be, (heads, kv_heads, dim, n), names, n_q, args.rounds, bandwidth)
+        show(table)
+        rows += table
+    environment["load_average_after"] = os.getloadavg()[0]
+    print(f"\nload average after: {environment['load_average_after']:.2f}")
+    if args.json:
+        Path(args.json).write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
