@@ -160,6 +160,13 @@ void linear(uintptr_t x_at, uintptr_t w_at, uintptr_t out_at, size_t m, size_t n
   });
 }
 
+// Addresses for the same reason as in `linear`.
+void rms_norm(uintptr_t x, uintptr_t weight, uintptr_t out, size_t rows, size_t n, float eps,
+              const std::string& isa) {
+  ops(isa).rms_norm(reinterpret_cast<const float*>(x), reinterpret_cast<const float*>(weight), rows,
+                    n, eps, reinterpret_cast<float*>(out));
+}
+
 }  // namespace
 }  // namespace kvproof::weights
 
@@ -177,4 +184,5 @@ NB_MODULE(_weights, m) {
   m.def("advise_huge", &advise_huge, "at"_a, "bytes"_a);
   m.def("release_mapped", &release_mapped, "view"_a);
   m.def("linear", &linear, "x"_a, "w"_a, "out"_a, "m"_a, "n"_a, "k"_a, "threads"_a, "isa"_a = "");
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "rows"_a, "n"_a, "eps"_a, "isa"_a = "");
 }

@@ -66,6 +66,9 @@ struct Ops {
   // out[i * ldo + j] = <x_i, w_j> for all rows and j in [begin, end); scratch: gemm_scratch floats.
   void (*gemm)(const float* packed, size_t rows, size_t k, const uint16_t* w, size_t begin,
                size_t end, float* out, size_t ldo, float* scratch);
+  // out = x / rms(x) * weight for rows [rows][n]; eps is added to the mean square.
+  void (*rms_norm)(const float* x, const float* weight, size_t rows, size_t n, float eps,
+                   float* out);
 };
 
 constexpr size_t kDepthBlock = 256;  // depth of a weight panel: 16 KiB at 16 rows, half of L1

@@ -9,12 +9,15 @@ several times slower than float32 (262144 x 640 by 64 tokens on two Zen 3 cores:
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
-from kvproof import _weights
+import kvproof._weights
 from kvproof.errors import RequestError
 from kvproof.gguf import GGUF, TensorInfo
+
+_weights: Any = kvproof._weights
 
 READABLE = {
     "f32": 0,
@@ -80,8 +83,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, threads: int) -> torch.Tensor:
             f"linear: expected float32 [..., {k}] and bfloat16 [{n}, {k}], found {x.dtype} "
             f"{list(x.shape)} and {weight.dtype}"
         )
-    x = x.contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
     out = x.new_empty((*x.shape[:-1], n))
-    at, rows = weight.contiguous(), x.numel() // k
-    _weights.linear(x.data_ptr(), at.data_ptr(), out.data_ptr(), rows, n, k, threads)
+    rows = x.numel() // k
+    _weights.linear(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, n, k, threads)
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Float32 `[..., n]` divided by its root mean square over the last axis, times weight `[n]`."""
+    n = weight.numel()
+    if x.dtype != torch.float32 or weight.dtype != torch.float32 or x.shape[-1] != n:
+        raise ValueError(
+            f"rms_norm: expected float32 [..., {n}] and float32 [{n}], found {x.dtype} "
+            f"{list(x.shape)} and {weight.dtype}"
+        )
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
+    _weights.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, eps)
     return out

@@ -109,6 +109,22 @@ def test_linear_takes_batches_and_strided_rows_and_refuses_other_dtypes():
             weights.linear(bad, w, 2)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("n", [1, 7, 64, 640, 643])
+def test_rms_norm_matches_float64(n, isa):
+    x, w = torch.randn(5, n) * 30, torch.randn(n)
+    out = torch.full((5 * n + 8,), float("nan"))
+    out[5 * n :] = 7.0
+    _weights.rms_norm(x.data_ptr(), w.data_ptr(), out.data_ptr(), 5, n, 1e-6, isa)
+    exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6) * w.double()
+    torch.testing.assert_close(out[: 5 * n].view(5, n).double(), exact, rtol=1e-6, atol=1e-6)
+    assert (out[5 * n :] == 7.0).all()
+    zeros = torch.zeros(2, n)
+    assert torch.equal(weights.rms_norm(zeros, w, 1e-6), zeros)
+    with pytest.raises(ValueError, match="expected float32"):
+        weights.rms_norm(x.double(), w, 1e-6)
+
+
 def test_thread_count_follows_the_environment(monkeypatch):
     monkeypatch.setenv("KVPROOF_THREADS", "3")
     assert weights.thread_count() == 3

@@ -23,7 +23,7 @@ from kvproof.errors import RequestError
 ATTENTION = "kvproof"
 
 
-class Linear(nn.Module):
+class Linear(nn.Module):  # type: ignore[misc]
     """A linear layer of bfloat16 weights and float32 activations."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -39,7 +39,7 @@ class Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class Embedding(nn.Module):
+class Embedding(nn.Module):  # type: ignore[misc]
     """Rows of bfloat16 weights as float32, times `scale` (Gemma's sqrt(hidden size))."""
 
     def __init__(self, weight: torch.Tensor, scale: float = 1.0) -> None:
@@ -53,8 +53,8 @@ class Embedding(nn.Module):
         return rows if self.scale == 1.0 else rows * self.scale
 
 
-class RMSNorm(nn.Module):
-    """Float32 RMS norm in one operation; `weight` is the whole factor (Gemma's 1 + w)."""
+class RMSNorm(nn.Module):  # type: ignore[misc]
+    """Float32 RMS norm in one operation; `weight` (float32) is the whole factor (Gemma's 1 + w)."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Float32 `[..., n]`, normalized over the last axis."""
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return weights.rms_norm(x, self.weight, self.eps)
 
 
 def attention(
@@ -184,7 +184,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         rows = [x.detach()[0].transpose(0, 1).float() for x in (key_states, value_states)]
         self.layer.append(*rows)
-        key_states.kvproof_layer = self.layer  # type: ignore[attr-defined]
+        key_states.kvproof_layer = self.layer
         self.is_initialized = True
         return key_states, value_states
 

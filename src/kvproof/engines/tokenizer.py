@@ -240,7 +240,9 @@ class _ByteLevel:
             )
         vocab = {word: i for i, word in enumerate(words)}
         lacking = [
-            merge for merge in pairs if not {merge[0], merge[1], merge[0] + merge[1]} <= vocab.keys()
+            merge
+            for merge in pairs
+            if not {merge[0], merge[1], merge[0] + merge[1]} <= vocab.keys()
         ]
         if lacking:
             raise RequestError(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -227,23 +228,23 @@ class _HubTokenizer:
 def _load_gguf(path: Path) -> Model:
     from kvproof.engines.tokenizer import Tokenizer
 
-    file = GGUF(path)
-    arch = file.metadata.get("general.architecture")
-    if arch not in _ARCHITECTURES:
-        raise RequestError(
-            f"{path}: architecture {arch!r} cannot be run here, only {', '.join(_ARCHITECTURES)} "
-            "(a Hugging Face directory of the model can)"
-        )
-    geometry = read_geometry(path)
-    hf = _build(file, geometry, *_ARCHITECTURES[arch](file, geometry))
-    tokenizer = Tokenizer(file)
-    file.close()
+    with GGUF(path) as file:
+        arch = str(file.metadata.get("general.architecture"))
+        if arch not in _ARCHITECTURES:
+            raise RequestError(
+                f"{path}: architecture {arch!r} cannot be run here, only "
+                f"{', '.join(_ARCHITECTURES)} (a Hugging Face directory of the model can)"
+            )
+        geometry = read_geometry(path)
+        tokenizer = Tokenizer(file)
+        hf = _build(file, geometry)
     eos = frozenset() if tokenizer.eos is None else frozenset({tokenizer.eos})
     return Model(hf, geometry, tokenizer, eos)
 
 
 _Names = Mapping[str, str]
 
+_ROPE_FACTORS = "rope_freqs.weight"
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -281,11 +282,8 @@ def _common(file: GGUF, geometry: Geometry) -> dict[str, Any]:
             raise RequestError(f"{file.path}: {arch}.{name} is missing")
         return value
 
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise RequestError(f"{file.path}: missing tensors: token_embd.weight")
     return {
-        "vocab_size": embedding.shape[-1],
+        "vocab_size": file.tensors["token_embd.weight"].shape[-1],
         "hidden_size": int(need("embedding_length")),
         "intermediate_size": int(need("feed_forward_length")),
         "num_hidden_layers": len(layers),
@@ -323,16 +321,16 @@ def _rope(file: GGUF, arch: str, default: float) -> dict[str, Any]:
     return rope
 
 
-def _llama(file: GGUF, geometry: Geometry) -> tuple[Any, Any, _Names]:
+def _llama(file: GGUF, geometry: Geometry) -> tuple[Any, Callable[[Any], Any]]:
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
 
     if any(layer.window for layer in geometry.layers):
         raise RequestError(f"{file.path}: llama with a sliding window cannot be run here")
     config = LlamaConfig(**_common(file, geometry), rope_parameters=_rope(file, "llama", 10000.0))
-    return config, LlamaForCausalLM, _LLAMA_BLOCK
+    return config, LlamaForCausalLM
 
 
-def _gemma3(file: GGUF, geometry: Geometry) -> tuple[Any, Any, _Names]:
+def _gemma3(file: GGUF, geometry: Geometry) -> tuple[Any, Callable[[Any], Any]]:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
 
     layers, meta = geometry.layers, file.metadata
@@ -349,36 +347,41 @@ def _gemma3(file: GGUF, geometry: Geometry) -> tuple[Any, Any, _Names]:
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
     )
-    return config, Gemma3ForCausalLM, _GEMMA3_BLOCK
+    return config, Gemma3ForCausalLM
 
 
-_ARCHITECTURES: Mapping[str, Callable[[GGUF, Geometry], tuple[Any, Any, _Names]]] = {
-    "gemma3": _gemma3,
-    "llama": _llama,
-}
+_ARCHITECTURES: Mapping[
+    str, tuple[_Names, Callable[[GGUF, Geometry], tuple[Any, Callable[[Any], Any]]]]
+] = {"gemma3": (_GEMMA3_BLOCK, _gemma3), "llama": (_LLAMA_BLOCK, _llama)}
 
 
-def _build(file: GGUF, geometry: Geometry, config: Any, cls: Any, block: _Names) -> Any:
+def _build(file: GGUF, geometry: Geometry) -> Any:
     """The model with all its tensors, built without memory for those it replaces."""
-    import torch
+    block, configure = _ARCHITECTURES[geometry.architecture]
+    names = _tensor_names(file, geometry, block)
+    # Tensors are dequantized while transformers is imported, which is seconds of pure Python.
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(_read_tensors, file, names)
+        try:
+            config, construct = configure(file, geometry)
+            hf = _construct(config, construct)
+        finally:
+            tensors = reading.result()
+    return _fill(file, geometry, hf, names, tensors)
 
-    from kvproof.engines import packed
-    from kvproof.weights import read_tensor
 
-    packed.register()
-    config._attn_implementation = packed.ATTENTION
-    with torch.device("meta"):
-        hf = cls(config)
-    names = {f"{gguf}.weight": f"model.{hf_name}" for gguf, hf_name in _TOP.items()} | {
-        f"blk.{i}.{gguf}.weight": f"model.layers.{i}.{hf_name}"
+def _tensor_names(file: GGUF, geometry: Geometry, block: _Names) -> dict[str, str]:
+    """Tensor of the file -> module of the model; RequestError unless they fit exactly."""
+    names = {f"{gguf}.weight": f"model.{module}" for gguf, module in _TOP.items()} | {
+        f"blk.{i}.{gguf}.weight": f"model.layers.{i}.{module}"
         for i in range(len(geometry.layers))
-        for gguf, hf_name in block.items()
+        for gguf, module in block.items()
     }
-    extra = {"rope_freqs.weight"} if geometry.architecture == "llama" else set()
-    if not config.tie_word_embeddings:
+    if "output.weight" in file.tensors:
         names["output.weight"] = "lm_head"
+    known = {*names, _ROPE_FACTORS} if geometry.architecture == "llama" else names.keys()
     missing = [name for name in names if name not in file.tensors]
-    unexpected = [name for name in file.tensors if name not in names and name not in extra]
+    unexpected = [name for name in file.tensors if name not in known]
     if missing or unexpected:
         raise RequestError(
             f"{file.path}: tensors do not fit {geometry.architecture}: "
@@ -388,22 +391,58 @@ def _build(file: GGUF, geometry: Geometry, config: Any, cls: Any, block: _Names)
                 if some
             )
         )
+    return names
+
+
+def _read_tensors(file: GGUF, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Matrices as bfloat16, vectors (norms) as float32."""
+    import torch
+
+    from kvproof.weights import read_tensor
+
+    infos = [file.tensors[name] for name in names]
+    return {
+        info.name: read_tensor(
+            file, info, torch.float32 if len(info.shape) == 1 else torch.bfloat16
+        )
+        for info in infos
+    }
+
+
+def _construct(config: Any, construct: Callable[[Any], Any]) -> Any:
+    """The module tree on the meta device: shapes, no memory."""
+    import torch
+
+    from kvproof.engines import packed
+
+    packed.register()
+    config._attn_implementation = packed.ATTENTION
+    with torch.device("meta"):
+        return construct(config)
+
+
+def _fill(
+    file: GGUF, geometry: Geometry, hf: Any, names: _Names, tensors: dict[str, torch.Tensor]
+) -> Any:
+    """Put the tensors in place of the modules that wait for them."""
+    import torch
+
+    from kvproof.engines import packed
+    from kvproof.weights import read_tensor
+
+    config = hf.config
     for name, target in names.items():
-        info = file.tensors[name]
-        module = hf.get_submodule(target)
-        if tuple(module.weight.shape) != info.shape[::-1]:
+        module, weight = hf.get_submodule(target), tensors.pop(name)
+        if module.weight.shape != weight.shape:
             raise RequestError(
                 f"{file.path}: tensor {name!r}: expected shape {list(module.weight.shape)}, found "
-                f"{list(info.shape[::-1])}"
+                f"{list(weight.shape)}"
             )
-        norm = len(info.shape) == 1
-        weight = read_tensor(file, info, torch.float32 if norm else torch.bfloat16)
-        if norm:  # GGUF holds Gemma's factor as 1 + w already
+        if weight.dim() == 1:  # GGUF holds Gemma's factor as 1 + w already
             replacement: Any = packed.RMSNorm(weight, config.rms_norm_eps)
         elif target.endswith("embed_tokens"):
-            replacement = packed.Embedding(
-                weight, float(getattr(module, "scalar_embed_scale", 1.0))
-            )
+            scale = float(getattr(module, "scalar_embed_scale", 1.0))
+            replacement = packed.Embedding(weight, scale)
         else:
             if geometry.architecture == "llama" and target.endswith(("q_proj", "k_proj")):
                 weight = _unpermute(weight, config.head_dim)
@@ -413,7 +452,7 @@ def _build(file: GGUF, geometry: Geometry, config: Any, cls: Any, block: _Names)
         hf.lm_head = packed.Linear(hf.model.embed_tokens.weight)
         hf.lm_head.weight = hf.model.embed_tokens.weight
     hf.model.rotary_emb = type(hf.model.rotary_emb)(config)  # its buffers were made without memory
-    factors = file.tensors.get("rope_freqs.weight")
+    factors = file.tensors.get(_ROPE_FACTORS)
     if factors is not None:
         hf.model.rotary_emb.inv_freq /= read_tensor(file, factors, torch.float32)
     return hf.eval()
