@@ -92,8 +92,9 @@ class Case:
 
 def _query_factor(q: Floats, k: Floats, top: float) -> np.float32:
     """Factor that makes the largest softmax argument of q on k equal `top` (1 where all are 0)."""
-    heads = np.repeat(k, q.shape[1] // k.shape[1], axis=1).astype(np.float64)
-    largest = np.abs(np.einsum("qhd,thd->hqt", q, heads, optimize=True)).max(initial=0.0)
+    grouped = q.astype(np.float64).reshape(len(q), k.shape[1], -1, q.shape[-1])
+    scores = np.einsum("qhgd,thd->qhgt", grouped, k.astype(np.float64))
+    largest = np.abs(scores).max(initial=0.0)
     largest /= np.sqrt(q.shape[-1])
     return np.float32(top / largest) if largest > 0 else np.float32(1)
 

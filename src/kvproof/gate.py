@@ -316,7 +316,7 @@ def _fold(exams: Sequence[Examination]) -> tuple[Outcome, str | None, dict[str, 
     metrics: dict[str, float] = {}
     for exam in exams:
         for name, value in exam.metrics.items():
-            worse = min if name == "correlation" else max
+            worse = min if name in ("correlation", "guarded") else max
             metrics[name] = worse(value, metrics.get(name, value))
     metrics["outputs"] = sum(exam.outputs for exam in exams)
     missed = [(exam, finding) for exam in exams for finding in exam.failed]
@@ -556,6 +556,7 @@ def _candidate_plans(
             num_heads=num_heads, num_kv_heads=num_kv_heads,
         )  # fmt: skip
         cases += [replace(base, n_kv=700, threads=3), replace(base, n_kv=65, n_q=17)]
+        cases.append(replace(base, n_kv=TRUTH_KEYS, n_q=max(8, -(-32 // num_heads))))
         cases += [replace(base, n_kv=70, n_q=3, inputs=kind) for kind in kinds[1:]]
         cases += [replace(base, n_kv=600, inputs="ramp"), replace(base, n_kv=77, inputs="sharp")]
         for window in (w for w in windows if w is not None):
