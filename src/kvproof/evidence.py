@@ -330,7 +330,8 @@ class Store:
                 "create it or name another folder"
             )
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            binary = getattr(os, "O_BINARY", 0)  # Windows would translate the line ends
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | binary, 0o644)
         except OSError as error:
             raise RequestError(
                 f"evidence store {self.path}: cannot be opened for writing "

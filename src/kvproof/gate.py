@@ -58,7 +58,7 @@ ROTATED = 1e-9
 
 CHECK_OF = {"tbq3_0": "turbo3", "tbq4_0": "turbo4", "tq4": "row", "tq3": "row"}
 FORMAT_CHECKS = ("turbo3", "turbo4", "stock", "row")
-OPERATOR_CHECKS = ("fused", "gqa", "causal", "window", "split")
+OPERATOR_CHECKS = ("append", "fused", "gqa", "causal", "window", "split")
 CHECKS = (*FORMAT_CHECKS, *OPERATOR_CHECKS, "mutants")
 # Checks of the public gate whose formats this version does not have.
 LATER = {
@@ -177,11 +177,16 @@ def _format_plans(check: str, fmt: Format) -> Iterator[Plan]:
 
 
 def _operator_plans(check: str, rows: Sequence[Format]) -> Iterator[Plan]:
-    """Fused attention, GQA, causal masks, windows and splits."""
+    """Append, fused attention, GQA, causal masks, windows and splits."""
     for fmt in rows:
         f = fmt.name
         base = Case("attention", f, f, head_dim=64, num_heads=4, num_kv_heads=2, n_kv=40)
-        if check == "fused":
+        if check == "append":  # token by token against bulk, a rule of every short encode
+            for n in _widths(fmt, (64, 96, 256)):
+                shape: dict[str, Any] = {"head_dim": n, "n_kv": 70, "num_kv_heads": 3}
+                cases = [Case("encode", f, inputs=k, **shape) for k in ("normal", "mixed")]
+                yield Plan(check, "encode", tuple(cases))
+        elif check == "fused":
             for n in _widths(fmt):
                 case = replace(base, head_dim=n, n_kv=131)
                 edges = [
@@ -394,7 +399,7 @@ def verify_evidence(
         try:
             backend = backend_registry.get(name)
         except Refused as refused:
-            done.append(_absent({"check": "all", "backend": name}, str(refused)))
+            done += [_absent({"check": c, "backend": name}, str(refused)) for c in wanted]
             continue
         environment = _here(backend)
         for check in (c for c in wanted if c in LATER):

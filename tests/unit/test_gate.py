@@ -135,7 +135,8 @@ def test_checks_of_later_formats_are_not_run_when_asked_by_name():
 
 def test_an_absent_backend_is_not_run():
     results = gate.verify("cuda", ["turbo3"], formats=["tbq3_0"])
-    assert results[-1]["outcome"] == "NOT_RUN" and "cuda" in results[-1]["reason"]
+    assert results[-1]["check"] == "turbo3" and results[-1]["outcome"] == "NOT_RUN"
+    assert "cuda" in results[-1]["reason"]
     assert gate.outcome_of(results) is Outcome.NOT_RUN
 
 
