@@ -55,7 +55,10 @@ class Pool {
       std::lock_guard lock(mutex_);
       open_ = false;  // a worker that wakes up only now finds nothing to do, and is not waited for
     }
-    while (inside_.load(std::memory_order_acquire) > 0) pause();
+    for (int spin = 0; inside_.load(std::memory_order_acquire) > 0; ++spin) {
+      // A worker that the system has put aside (a busy machine) needs the CPU more than we do.
+      spin < 2000 ? pause() : std::this_thread::yield();
+    }
   }
 
  private:
