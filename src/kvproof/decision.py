@@ -97,9 +97,9 @@ class Policy:
     chunk: int = 64
     windows_max: int = 8
     depths: tuple[int, ...] = (512, 4096)
-    prefill_tokens: int = 128
-    decode_tokens: int = 16
-    rounds: int = 5
+    prefill_tokens: int = 64
+    decode_tokens: int = 8
+    rounds: int = 9
 
     def __post_init__(self) -> None:
         problems = list(_policy_problems(self))
