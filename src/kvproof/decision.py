@@ -425,7 +425,7 @@ def _judge(
 
     wanted = [(phase, depth) for depth in policy.depths for phase in ("pp", "tg")]
     speeds: list[Evidence] = []
-    missing: list[str] = []
+    missing: dict[str, list[str]] = {}  # why -> what
     for phase, depth in wanted:
         of_depth = [
             e
@@ -434,7 +434,8 @@ def _judge(
         ]
         speed = _latest(of_depth, digests)
         if speed is None or speed.outcome is not Outcome.PASSED:
-            missing.append(_missing(f"{phase} at depth {depth}", speed, of_depth, "speed"))
+            why = _missing("", speed, of_depth, "speed")
+            missing.setdefault(why, []).append(f"{phase} at depth {depth:,}")
         else:
             speeds.append(speed)
     used += speeds
@@ -453,7 +454,8 @@ def _judge(
     if open_checks:
         return end("inconclusive", _sentence("; ".join(open_checks)), used)
     if missing:
-        return end("not run", " ".join(_sentence(t) for t in missing), used)
+        text = " ".join(", ".join(what) + why for why, what in missing.items())
+        return end("not run", text, used)
 
     worst = min(speeds, key=lambda e: (e.metrics["ratio_low"], e.id))
     deepest = [e for e in speeds if e.subject["phase"] == "tg"][-1]

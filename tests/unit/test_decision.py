@@ -263,7 +263,7 @@ def test_what_the_budget_left_out_is_said():
     ]
     d = decide([*BASE, *chain], SMALL)
     assert status(d, "q8_0") == "not run"
-    assert "pp at depth 512 not measured: budget" in d.rejected["q8_0/q8_0"]
+    assert d.rejected["q8_0/q8_0"] == "pp at depth 512, tg at depth 512 not measured: budget."
 
 
 def test_a_refusal_carries_its_reason():
