@@ -371,12 +371,11 @@ def _judge(
     refusals = [e for e in records if e.outcome is Outcome.REFUSED]
     if refusals:
         return end("refused", _sentence("; ".join(_reasons(refusals))), refusals)
-    gate = _of(records, "gate")
+    gate, whole = _newest_gate(records)
     bad = [e for e in gate if e.outcome is not Outcome.PASSED]
     if any(e.outcome is Outcome.FAILED for e in bad):
         failed = [e for e in bad if e.outcome is Outcome.FAILED]
         return end("failed", f"Gate failed: {_first(_reasons(failed))}.", failed)
-    whole = max((int(e.subject.get("records", 0)) for e in gate), default=0)
     if bad or not gate or len({e.id for e in gate}) < whole:
         why = _first(_reasons(bad)) if bad else f"{len(gate)} of {whole} gate records"
         why = why if gate else "no gate record"
@@ -498,6 +497,20 @@ def _why_not(j: _Judged, best: _Judged, policy: Policy) -> str:
     if mine > theirs:
         return f"{name} needs {1 - theirs / mine:.0%} fewer bytes"
     return f"{name} needs the same bytes and changes the output less"
+
+
+def _newest_gate(records: Iterable[Evidence]) -> tuple[list[Evidence], int]:
+    """Gate records of the kernels gated last, and how many a whole gate of them has (0: unsaid).
+
+    A store keeps what earlier kernels did, and gates that a budget cut off; once a whole gate ran,
+    neither says anything.
+    """
+    gate = _of(records, "gate")
+    newest = max(gate, key=lambda e: (e.finished, e.id)).digest if gate else ""
+    gate = [e for e in gate if e.digest == newest]
+    whole = max((int(e.subject.get("records", 0)) for e in gate), default=0)
+    ran = [e for e in gate if e.outcome is not Outcome.NOT_RUN]
+    return (ran if whole and len({e.id for e in ran}) >= whole else gate), whole
 
 
 def _of(records: Iterable[Evidence], kind: str) -> list[Evidence]:

@@ -186,6 +186,18 @@ def test_a_gate_record_taken_out_is_noticed():
     assert "1 of 2 gate records" in d.rejected["q8_0/q8_0"]
 
 
+def test_a_whole_store_with_earlier_kernels_and_cut_gates_can_be_decided_on():
+    old = replace(
+        gate("q8_0", outcome=Outcome.FAILED, reason="old kernels", records=1, digest="cd" * 32),
+        finished="2025-01-01T00:00:00.000+00:00",
+    )
+    cut = gate("q8_0", outcome=Outcome.NOT_RUN, reason="budget")
+    whole = gate("q8_0", records=1)
+    chain = [*BASE, *proven("q8_0", 53, 0.0006)[1:], old, cut]
+    assert status(decide([*chain, whole], SMALL), "q8_0") == "chosen"
+    assert status(decide(chain, SMALL), "q8_0") == "not run"
+
+
 def test_many_long_reasons_are_cut():
     bad = [gate("q8_0", outcome=Outcome.FAILED, reason=f"{i} " * 400) for i in range(3)]
     reason = decide([*BASE, *bad], SMALL).rejected["q8_0/q8_0"]

@@ -134,6 +134,13 @@ def test_plots_hold_every_measured_pair():
     assert not re.search(r'="(nan|inf|-inf)', page)
 
 
+@pytest.mark.parametrize("kld", [0.0, -1e-9, 1e-12, 40.0])
+def test_plots_stand_any_divergence(kld):
+    page, _ = pages(evidence=[*GOOD, quality("tq4", kld, half=2e-9, tokens=9999)])
+    assert len(re.findall(r"<svg.*?</svg>", page, re.S)) == 3
+    assert not re.search(r'[" ](nan|-?inf)["0-9]', page)
+
+
 def test_what_is_missing_is_listed_once_and_not_when_a_later_run_filled_it():
     gap = record("quality", "tq4/tq3", outcome=Outcome.NOT_RUN, reason="budget: no time")
     stale = record("quality", "q8_0", outcome=Outcome.NOT_RUN, reason="budget: no time")
