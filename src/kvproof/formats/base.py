@@ -128,7 +128,7 @@ class Format:
             raise RequestError(f"{self.name}: row {int(np.argmin(finite))}: non-finite input")
         rows = self._scaled_rows(rows, scale, values.shape[:-1], divide=True)
         if self.spin:
-            rows = self.spin.forward(_tamed(rows))
+            rows = self.spin.forward(_tamed(rows.reshape(-1, self.block_size or n)).reshape(-1, n))
         if not len(rows):
             return np.empty((*values.shape[:-1], row_bytes), np.uint8), Counters()
         block = self.block_size or n
