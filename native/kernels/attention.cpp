@@ -145,6 +145,12 @@ struct KeyPlan {
     for (int t = first; t < last; t += TILE) {
       const Rows rows{side.base + t * side.token_stride + h * side.head_stride, side.token_stride,
                       std::min(TILE, last - t), side.dim};
+      if (n_groups == 1 && path != REAL) {
+        const int w = groups[0].width;
+        ok &= isa.score[side.fmt][width_index(w)](rows, table, row(p, 0), width, p.scale, scales,
+                                                  out + (t - first) / 2 * w, SUPER / 2 * w);
+        continue;
+      }
       ok &= isa.decode_keys[side.fmt](rows, table, tile, scales);
       for (int g = 0; g < n_groups; ++g) {
         const int w = groups[g].width;

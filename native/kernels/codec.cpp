@@ -14,7 +14,12 @@ namespace kvproof {
 namespace {
 
 constexpr std::ptrdiff_t ROWS_PER_TASK = 64;
-constexpr float HUGE_ROW = 0x1p100f;  // as in Format.encode: larger rows are scaled by 2^-64 first
+// As in Format.encode: a block beyond 2^40 is brought to 2^35..2^36, so that no sum overflows.
+float tamed(float top) {
+  int exponent;
+  std::frexp(top, &exponent);
+  return top > 0x1p40f ? std::ldexp(1.f, 36 - exponent) : 1.f;
+}
 
 int tasks_for(std::ptrdiff_t rows) { return int((rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK); }
 
@@ -113,12 +118,13 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, int fmt, const float* x, 
       if (scale) {
         for (int i = 0; i < dim; ++i) y[i] = from[i] / scale[row];
       } else if (spin.signs) {
-        float top = 0;
-        for (int i = 0; i < dim; ++i) top = std::max(top, std::fabs(from[i]));
-        const float factor = top > HUGE_ROW ? 0x1p-64f : 1.f;
-        for (int d = 0; d < dim; d += spin.period)
-          for (int i = 0; i < std::min(spin.period, dim - d); ++i)
-            y[d + i] = from[d + i] * factor * spin.signs[i];
+        for (int d = 0; d < dim; d += spin.period) {
+          const int end = std::min(d + spin.period, dim);
+          float top = 0;
+          for (int i = d; i < end; ++i) top = std::max(top, std::fabs(from[i]));
+          const float factor = tamed(top);
+          for (int i = d; i < end; ++i) y[i] = from[i] * factor * spin.signs[i - d];
+        }
         isa.rotate(y, dim, spin.parts, spin.n_parts);
       } else {
         std::memcpy(y, from, std::size_t(dim) * sizeof(float));

@@ -103,6 +103,10 @@ struct Kernels {
   void (*dot[PATHS][WIDTHS])(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
                              const void* keys, const float* scales, int n, int dim, float* out,
                              std::ptrdiff_t plane);
+  // decode_keys and dot together, for one group of rows; null on the real path.
+  bool (*score[FORMATS][WIDTHS])(const Rows&, const Table&, const void* query,
+                                 std::ptrdiff_t query_stride, const float* row_scale, float* scales,
+                                 float* out, std::ptrdiff_t plane);
   // Online softmax (base 2) over n tokens in two planes: scores become probabilities relative to
   // the new maximum; returns true if an earlier sum has to be multiplied by alpha.
   bool (*softmax[WIDTHS])(float* scores, std::ptrdiff_t plane, int n, float* maximum, float* sum,

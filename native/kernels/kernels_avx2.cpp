@@ -66,8 +66,8 @@ struct Avx2 : CodesAvx2 {
   static W load_words(const std::int16_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
-  static void store_words(std::int32_t* p, W x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+  static void store_words(void* p, W x) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), x);
   }
   // The value in a register: GCC would otherwise read it again from memory at each use, and the
   // load ports are what limits the products.
@@ -80,7 +80,12 @@ struct Avx2 : CodesAvx2 {
     return x;
   }
   static W multiply(W a, W b) { return _mm256_madd_epi16(a, b); }
-  static W madd(W acc, W a, W b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+  static W madd(W acc, W a, W b) {
+    // In place by decree: GCC 12 copies every accumulator once an iteration, and spills some.
+    const W products = _mm256_madd_epi16(a, b);
+    asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(products));
+    return acc;
+  }
   static W pair(W even, W odd) {
     return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa);
   }
@@ -162,27 +167,26 @@ struct Avx2 : CodesAvx2 {
     return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.f));
   }
 
-  static void put(std::int16_t* p, __m256i x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
-  }
-  static void widen(const Lut& lut, __m256i codes, std::int16_t* out) {
+  static void key_words(const Lut& lut, __m256i codes, W* out) {
     const __m256i l = _mm256_shuffle_epi8(lut.low, codes), h = _mm256_shuffle_epi8(lut.high, codes);
-    put(out, _mm256_unpacklo_epi8(l, h));
-    put(out + 16, _mm256_unpackhi_epi8(l, h));
+    out[0] = _mm256_unpacklo_epi8(l, h);
+    out[1] = _mm256_unpackhi_epi8(l, h);
   }
-  static void widen_signed(__m256i codes, std::int16_t* out) {
-    put(out, _mm256_srai_epi16(_mm256_unpacklo_epi8(codes, codes), 8));
-    put(out + 16, _mm256_srai_epi16(_mm256_unpackhi_epi8(codes, codes), 8));
+  static void key_words_signed(__m256i codes, W* out) {
+    out[0] = _mm256_srai_epi16(_mm256_unpacklo_epi8(codes, codes), 8);
+    out[1] = _mm256_srai_epi16(_mm256_unpackhi_epi8(codes, codes), 8);
   }
-  static void store_keys(const Lut& lut, Codes codes, std::int16_t* out) { widen(lut, codes, out); }
-  static void store_keys_signed(Codes codes, std::int16_t* out) { widen_signed(codes, out); }
   static void store_values(const Lut& lut, Codes a, Codes b, std::int16_t* out) {
-    widen(lut, _mm256_unpacklo_epi8(a, b), out);
-    widen(lut, _mm256_unpackhi_epi8(a, b), out + 32);
+    W words[4];
+    key_words(lut, _mm256_unpacklo_epi8(a, b), words);
+    key_words(lut, _mm256_unpackhi_epi8(a, b), words + 2);
+    for (int i = 0; i < 4; ++i) store_words(out + 16 * i, words[i]);
   }
   static void store_values_signed(Codes a, Codes b, std::int16_t* out) {
-    widen_signed(_mm256_unpacklo_epi8(a, b), out);
-    widen_signed(_mm256_unpackhi_epi8(a, b), out + 32);
+    W words[4];
+    key_words_signed(_mm256_unpacklo_epi8(a, b), words);
+    key_words_signed(_mm256_unpackhi_epi8(a, b), words + 2);
+    for (int i = 0; i < 4; ++i) store_words(out + 16 * i, words[i]);
   }
   // Interleaves work within 128-bit lanes: vector v of keys holds codes 8v.. of each lane's 16,
   // vector v of value pairs 4v.. of them.

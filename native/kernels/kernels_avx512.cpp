@@ -55,7 +55,7 @@ struct Avx512 : CodesAvx2 {
   static W zero_words() { return _mm512_setzero_si512(); }
   static W set_words(std::int32_t x) { return _mm512_set1_epi32(x); }
   static W load_words(const std::int16_t* p) { return _mm512_loadu_si512(p); }
-  static void store_words(std::int32_t* p, W x) { _mm512_storeu_si512(p, x); }
+  static void store_words(void* p, W x) { _mm512_storeu_si512(p, x); }
   // The value in a register: GCC would otherwise read it again from memory at each use, and the
   // load ports are what limits the products.
   static F held(F x) {
@@ -165,21 +165,21 @@ struct Avx512 : CodesAvx2 {
     return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.f));
   }
 
-  static void widen(const Lut& lut, __m256i codes, std::int16_t* out) {
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(codes), lut.table));
+  static void key_words(const Lut& lut, __m256i codes, W* out) {
+    out[0] = _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(codes), lut.table);
   }
-  static void widen_signed(__m256i codes, std::int16_t* out) {
-    _mm512_storeu_si512(out, _mm512_cvtepi8_epi16(codes));
-  }
-  static void store_keys(const Lut& lut, Codes codes, std::int16_t* out) { widen(lut, codes, out); }
-  static void store_keys_signed(Codes codes, std::int16_t* out) { widen_signed(codes, out); }
+  static void key_words_signed(__m256i codes, W* out) { out[0] = _mm512_cvtepi8_epi16(codes); }
   static void store_values(const Lut& lut, Codes a, Codes b, std::int16_t* out) {
-    widen(lut, _mm256_unpacklo_epi8(a, b), out);
-    widen(lut, _mm256_unpackhi_epi8(a, b), out + 32);
+    W words[2];
+    key_words(lut, _mm256_unpacklo_epi8(a, b), words);
+    key_words(lut, _mm256_unpackhi_epi8(a, b), words + 1);
+    for (int i = 0; i < 2; ++i) store_words(out + 32 * i, words[i]);
   }
   static void store_values_signed(Codes a, Codes b, std::int16_t* out) {
-    widen_signed(_mm256_unpacklo_epi8(a, b), out);
-    widen_signed(_mm256_unpackhi_epi8(a, b), out + 32);
+    W words[2];
+    key_words_signed(_mm256_unpacklo_epi8(a, b), words);
+    key_words_signed(_mm256_unpackhi_epi8(a, b), words + 1);
+    for (int i = 0; i < 2; ++i) store_words(out + 32 * i, words[i]);
   }
   // Keys come out in natural order; value pairs are interleaved within 128-bit lanes of bytes.
   static int key_element(int p) { return p; }

@@ -89,7 +89,7 @@ struct Scalar {
     std::memcpy(out.v, p, sizeof out.v);
     return out;
   }
-  static void store_words(std::int32_t* p, W x) { std::memcpy(p, x.v, sizeof x.v); }
+  static void store_words(void* p, W x) { std::memcpy(p, x.v, sizeof x.v); }
   static F held(F x) { return x; }
   static W held(W x) { return x; }
   static W multiply(W a, W b) { return madd(zero_words(), a, b); }
@@ -189,11 +189,15 @@ struct Scalar {
   }
   static void store_codes(std::uint8_t* p, const Codes& codes) { std::memcpy(p, codes.c, GROUP); }
 
-  static void store_keys(const Lut& lut, const Codes& codes, std::int16_t* out) {
-    for (int i = 0; i < GROUP; ++i) out[i] = lut.entry[codes.c[i] & 15];
+  static void key_words(const Lut& lut, const Codes& codes, W* out) {
+    std::int16_t v[GROUP];
+    for (int i = 0; i < GROUP; ++i) v[i] = lut.entry[codes.c[i] & 15];
+    std::memcpy(out, v, sizeof v);
   }
-  static void store_keys_signed(const Codes& codes, std::int16_t* out) {
-    for (int i = 0; i < GROUP; ++i) out[i] = std::int8_t(codes.c[i]);
+  static void key_words_signed(const Codes& codes, W* out) {
+    std::int16_t v[GROUP];
+    for (int i = 0; i < GROUP; ++i) v[i] = std::int8_t(codes.c[i]);
+    std::memcpy(out, v, sizeof v);
   }
   static void store_values(const Lut& lut, const Codes& a, const Codes& b, std::int16_t* out) {
     for (int i = 0; i < GROUP; ++i) {

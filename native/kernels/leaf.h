@@ -51,6 +51,16 @@ inline void each_group(int dim, Fn fn) {
       fn(whole, [=](const std::uint8_t* row) { return half_group<I, F>(row, whole, dim); });
 }
 
+constexpr int MAX_SCALES = TILE * (MAX_DIM / GROUP) + 16;  // and one register of overshoot
+
+// The int16 values of one group of keys, in registers.
+template <class I, int F>
+inline void key_words(const typename I::Lut& lut, const typename I::Codes& codes,
+                      typename I::W* out) {
+  if constexpr (F == Q8_0) I::key_words_signed(codes, out);
+  else I::key_words(lut, codes, out);
+}
+
 // Stored scales are collected as halves, in the order of `scales`, and converted together: one at a
 // time they cost as much as the codes. A NaN or infinity becomes 0 and is reported.
 template <class I>
@@ -72,7 +82,7 @@ template <class I, int F>
 bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* scales) {
   const typename I::Lut lut(table.entry);
   const int groups = groups_of(rows.dim), n_scales = path_of(F) == BLOCK ? rows.n * groups : TILE;
-  alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? TILE * (MAX_DIM / GROUP) : TILE];
+  alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? MAX_SCALES : TILE];
   if (path_of(F) == ROW && rows.n < TILE) std::memset(halves, 0, sizeof halves);
   if (path_of(F) == BLOCK)  // up to one register of overshoot
     std::memset(halves + n_scales / I::LANES * I::LANES, 0, I::LANES * sizeof *halves);
@@ -82,9 +92,11 @@ bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* s
   const std::uint8_t* row = rows.base;
   for (int t = 0; t < n; ++t, row += rows.stride, o += groups * GROUP) {
     each_group<I, F>(dim, [&](int g, auto codes_of) {
-      const typename I::Codes codes = codes_of(row);
-      if constexpr (F == Q8_0) I::store_keys_signed(codes, o + g * GROUP);
-      else I::store_keys(lut, codes, o + g * GROUP);
+      constexpr int STEPS = GROUP / (2 * I::LANES);
+      typename I::W words[STEPS];
+      key_words<I, F>(lut, codes_of(row), words);
+      for (int i = 0; i < STEPS; ++i)
+        I::store_words(o + g * GROUP + 2 * I::LANES * i, words[i]);
       if constexpr (path_of(F) == BLOCK)
         halves[t * groups + g] = load_u16(row + block_bytes(F) * g);
     });
@@ -100,7 +112,7 @@ bool decode_values_coded(const Rows& rows, const Table& table, void* out, float*
   alignas(64) static const std::uint8_t zeros[MAX_DIM / GROUP * 34 + 64] = {};
   const typename I::Lut lut(table.entry);
   const int groups = groups_of(rows.dim), n_scales = path_of(F) == BLOCK ? groups * TILE : TILE;
-  alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? TILE * (MAX_DIM / GROUP) : TILE];
+  alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? MAX_SCALES : TILE];
   if (rows.n < TILE) std::memset(halves, 0, std::size_t(n_scales) * sizeof *halves);
   auto* o = static_cast<std::int16_t*>(out);
   const std::ptrdiff_t unit_at = row_bytes(F, rows.dim) - 2;
@@ -276,6 +288,81 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
       I::store(o, result);
     }
   }
+}
+
+// decode_keys and dot in one, for a single group of rows: the codes go from the row to the products
+// without a store, and the shuffles that unpack them run beside the multiplications.
+template <class I, int MR, int F>
+bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff_t query_stride,
+           const float* row_scale, float* scales, float* out, std::ptrdiff_t plane) {
+  constexpr int L = I::LANES, NT = L / MR, STEPS = GROUP / (2 * L);
+  constexpr bool BLOCKS = path_of(F) == BLOCK;
+  const int n = rows.n, dim = rows.dim, groups = groups_of(dim);
+  const std::ptrdiff_t stride = rows.stride;
+  alignas(64) std::uint16_t halves[BLOCKS ? MAX_SCALES : TILE];
+  if constexpr (BLOCKS) {
+    std::memset(halves + n * groups / L * L, 0, L * sizeof *halves);
+    for (int t = 0; t < n; ++t)
+      for (int g = 0; g < groups; ++g)
+        halves[t * groups + g] = load_u16(rows.base + t * stride + block_bytes(F) * g);
+  } else {
+    if (n < TILE) std::memset(halves, 0, sizeof halves);
+    const std::uint8_t* unit = rows.base + row_bytes(F, dim) - 2;
+    for (int t = 0; t < n; ++t, unit += stride)
+      halves[(t & 1) * (TILE / 2) + t / 2] = load_u16(unit);
+  }
+  const bool ok = convert_scales<I>(halves, BLOCKS ? n * groups : TILE, scales);
+
+  const typename I::Lut lut(table.entry);
+  const typename I::F row_factor = I::template repeat<MR>(row_scale);
+  for (int t0 = 0; t0 < n; t0 += 2 * NT)
+    for (int parity = 0; parity < 2; ++parity) {
+      const std::uint8_t* row[NT];
+      const float* s[NT];
+      for (int j = 0; j < NT; ++j) {  // past the end: the last row again, masked by the caller
+        const int t = smaller(t0 + parity + 2 * j, n - 1);
+        row[j] = rows.base + t * stride;
+        s[j] = scales + t * groups;
+      }
+      typename I::W sums[L];
+      typename I::F acc[L];
+#pragma GCC unroll 16
+      for (int i = 0; i < L; ++i) {
+        if constexpr (BLOCKS) acc[i] = I::zero();
+        else sums[i] = I::zero_words();
+      }
+      const auto* q = static_cast<const std::int16_t*>(query);
+      each_group<I, F>(dim, [&](int g, auto codes_of) {
+        const std::int16_t* qg = q + g * GROUP;
+#pragma GCC unroll 16
+        for (int j = 0; j < NT; ++j) {
+          typename I::W kv[STEPS];
+          key_words<I, F>(lut, codes_of(row[j]), kv);
+#pragma GCC unroll 4
+          for (int r = 0; r < MR; ++r) {
+            const std::int16_t* qr = qg + r * query_stride;
+            if constexpr (BLOCKS) {
+              typename I::W sum = I::multiply(kv[0], I::load_words(qr));
+#pragma GCC unroll 4
+              for (int i = 1; i < STEPS; ++i)
+                sum = I::madd(sum, kv[i], I::load_words(qr + 2 * L * i));
+              acc[j * MR + r] = I::fma(I::to_float(sum), I::set(s[j][g]), acc[j * MR + r]);
+            } else {
+#pragma GCC unroll 4
+              for (int i = 0; i < STEPS; ++i)
+                sums[j * MR + r] = I::madd(sums[j * MR + r], kv[i], I::load_words(qr + 2 * L * i));
+            }
+          }
+        }
+      });
+      typename I::F result;
+      if constexpr (BLOCKS) result = I::reduce(acc);
+      else
+        result = I::mul(I::to_float(I::reduce(sums)),
+                        I::template spread<MR>(scales + parity * (TILE / 2) + t0 / 2));
+      I::store(out + parity * plane + t0 / 2 * MR, I::mul(result, row_factor));
+    }
+  return ok;
 }
 
 // ---- softmax and weights -------------------------------------------------------------------------
@@ -806,6 +893,13 @@ constexpr Kernels make_kernels(const char* name) {
       {{dot<I, 1, ROW>, dot<I, 2, ROW>, dot<I, 4, ROW>},
        {dot<I, 1, BLOCK>, dot<I, 2, BLOCK>, dot<I, 4, BLOCK>},
        {dot<I, 1, REAL>, dot<I, 2, REAL>, dot<I, 4, REAL>}},
+      {{}, {}, {},
+       {score<I, 1, Q8_0>, score<I, 2, Q8_0>, score<I, 4, Q8_0>},
+       {score<I, 1, Q4_0>, score<I, 2, Q4_0>, score<I, 4, Q4_0>},
+       {score<I, 1, TBQ4_0>, score<I, 2, TBQ4_0>, score<I, 4, TBQ4_0>},
+       {score<I, 1, TBQ3_0>, score<I, 2, TBQ3_0>, score<I, 4, TBQ3_0>},
+       {score<I, 1, TQ4>, score<I, 2, TQ4>, score<I, 4, TQ4>},
+       {score<I, 1, TQ3>, score<I, 2, TQ3>, score<I, 4, TQ3>}},
       {softmax<I, 1>, softmax<I, 2>, softmax<I, 4>},
       {weights<I, 1>, weights<I, 2>, weights<I, 4>},
       {{accumulate<I, 1, ROW>, accumulate<I, 2, ROW>, accumulate<I, 4, ROW>},
