@@ -45,8 +45,12 @@ def thread_count() -> int:
 
 
 def isa() -> str:
-    """Instruction set in use: scalar, avx2 or avx512 (KVPROOF_CPU_ISA forces one)."""
-    name: str = _weights.isa()
+    """Instruction set in use: scalar, avx2 or avx512; RequestError if KVPROOF_CPU_ISA names one
+    that cannot run here."""
+    try:
+        name: str = _weights.isa()
+    except ValueError as error:
+        raise RequestError(str(error)) from error
     return name
 
 

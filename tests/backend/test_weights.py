@@ -1,5 +1,9 @@
 """Native dequantization and products against gguf-py and float64, on every instruction set here."""
 
+import os
+import subprocess
+import sys
+
 import gguf
 import numpy as np
 import pytest
@@ -136,3 +140,14 @@ def test_thread_count_follows_the_environment(monkeypatch):
 def test_an_unknown_instruction_set_is_refused_with_the_choices():
     with pytest.raises(ValueError, match=r"neon cannot run here; choose one of scalar"):
         _weights.dequantize_f32(0, np.zeros(4, np.uint8), torch.zeros(1), 1, "neon")
+
+
+def test_a_forced_instruction_set_is_used_or_refused():
+    code = "from kvproof import weights; print(weights.isa())"
+    for name in [*ISAS, "neon"]:
+        env = os.environ | {"KVPROOF_CPU_ISA": name}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        if name == "neon":
+            assert "RequestError: KVPROOF_CPU_ISA: neon cannot run here; choose" in done.stderr
+        else:
+            assert done.stdout.strip() == name

@@ -47,6 +47,7 @@ TRICKY = [
     "\n" * 40,
     "`code` {}[]()!@#$%^&*",
     "Ωμέγα русский עברית العربية ไทย हिन्दी 한국어",
+    "\u2581a \u2581\u2581b  c",
     "𝔹𝕆𝕃𝔻 ㍿ ﷺ \x1b[0m",
 ]
 NAMES = ["gemma-3-270m", "smollm2-135m"]
@@ -100,7 +101,8 @@ def test_token_ids_equal_llama_cpp(name):
             for special in (True, False):
                 got = tokenizer.encode(text, add_bos=False, special=special)
                 assert got == ids(text, special), (text[:40], special)
-                assert special or tokenizer.decode(got) == text
+                # U+2581 comes back as the space that it stands for, in llama.cpp as well.
+                assert special or tokenizer.decode(got) == text or "\u2581" in text
         assert tokenizer.encode("hi") == ids("hi", True, bos=True)
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     finally:

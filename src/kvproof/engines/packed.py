@@ -154,7 +154,9 @@ def no_mask(
 
 
 def register() -> None:
-    """Make `attn_implementation="kvproof"` known to transformers."""
+    """Make `attn_implementation="kvproof"` known to transformers; RequestError if the products
+    cannot run as KVPROOF_CPU_ISA asks."""
+    weights.isa()
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, no_mask)
 

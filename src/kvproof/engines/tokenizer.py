@@ -157,6 +157,13 @@ class _SentencePiece:
             unknown = int(found[0]) if len(found) else 0
         kinds = types.tolist()
         kinds[unknown] = UNKNOWN  # sentencepiece wants exactly one; some converters mark it control
+        # The text of a user-defined token stands for it before spaces become U+2581, which is how
+        # llama.cpp keeps runs of spaces apart from runs of that character; sentencepiece cannot.
+        self._spaced = {
+            words[i]: int(i) for i in np.flatnonzero(types == USER_DEFINED) if " " in words[i]
+        }
+        longest_first = sorted(self._spaced, key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         self._model = sentencepiece.SentencePieceProcessor()
         self._model.LoadFromSerializedProto(
             _model_proto(
@@ -165,7 +172,15 @@ class _SentencePiece:
         )
 
     def ids(self, text: str) -> list[int]:
-        ids: list[int] = self._model.EncodeAsIds(text)
+        ids: list[int] = []
+        start = 0
+        for match in self._split.finditer(text) if self._split else ():
+            if match.start() > start:
+                ids += self._model.EncodeAsIds(text[start : match.start()])
+            ids.append(self._spaced[match[0]])
+            start = match.end()
+        if start < len(text):
+            ids += self._model.EncodeAsIds(text[start:])
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
@@ -183,8 +198,7 @@ def _model_proto(words: list[str], scores: Any, kinds: list[int], space_prefix: 
     parts: list[bytes] = []
     floats = np.asarray(scores, "<f4").tobytes()
     for i, (word, kind) in enumerate(zip(words, kinds, strict=True)):
-        # User-defined pieces match the text after spaces became U+2581.
-        raw = (word.replace(" ", "\u2581") if kind == USER_DEFINED else word).encode()
+        raw = word.encode()
         head = b"\x0a" + _varint(len(raw))
         body = head + raw + b"\x15" + floats[4 * i : 4 * i + 4] + b"\x18" + bytes((kind,))
         parts.append(b"\x0a" + _varint(len(body)) + body)
