@@ -321,6 +321,22 @@ def test_the_ratio_is_candidate_speed_over_baseline_speed(monkeypatch):
     assert e.metrics["tokens_per_second"] == pytest.approx(2 * e.metrics["tokens_per_second_f16"])
 
 
+def test_rounds_go_on_while_the_interval_holds_the_bound(monkeypatch):
+    class Uneven(Toy):
+        def forward(self, ids, cache):
+            turn[cache.kv.key] = turn.get(cache.kv.key, 0) + 1
+            slow = cache.kv.key == "q8_0" and turn["q8_0"] % 2
+            clock["t"] += 1.5 if slow else 1.0
+            return super().forward(ids, cache)
+
+    clock, turn = {"t": 0.0}, {}
+    monkeypatch.setattr(kv.time, "perf_counter", lambda: clock["t"])
+    policy = replace(POLICY, decode_tokens=1, tg_ratio_min=0.9)
+    e = next(kv.measure_speed(Uneven(), [Q8], about=ABOUT, policy=policy, gates=gates()))
+    assert e.metrics["ratio_low"] < 0.9 <= e.metrics["ratio_high"]
+    assert e.metrics["rounds"] == kv.ROUNDS_MORE * policy.rounds
+
+
 def test_bytes_come_from_live_buffers_and_agree_with_the_geometry():
     be = backends.get("reference")
     records = list(

@@ -36,6 +36,8 @@ Subject = Mapping[str, str | int | float]
 BLOCK = 32  # neighbouring tokens are alike: intervals come from blocks of this many
 ROWS = 8  # rows of logits handled at a time: 8 x 262144 float32 are 8 MiB
 CONTENDED = 0.15  # share of the processors that other programs may use before a round is flagged
+# Rounds go on up to this many times policy.rounds while the interval holds the bound.
+ROUNDS_MORE = 3
 # Share of the time left after the gate that quality may use; speed gets the rest.
 QUALITY_SHARE = 0.6
 
@@ -718,9 +720,14 @@ def _time_pair(
         load = _Load()
         tokens = int(subject["tokens"])
         times: dict[Candidate, list[float]] = {c: [] for c in arms}
-        for r in range(policy.rounds):
+        least = policy.tg_ratio_min if phase == "tg" else policy.pp_ratio_min
+        for r in range(ROUNDS_MORE * policy.rounds):
             if time.monotonic() > deadline:
                 break
+            if r >= policy.rounds:
+                so_far = stats.interleaved_ratio(times[pair], times[BASELINE])
+                if not so_far.low < least <= so_far.high:
+                    break
             ids = rng.integers(0, vocab, tokens).tolist()
             for c in list(arms)[:: 1 if r % 2 else -1]:
                 clock = time.perf_counter()
