@@ -17,8 +17,8 @@
 namespace kvproof {
 namespace {
 
-constexpr int BLOCK_ROWS = 32;     // query rows per task: 32 x 256 scores are half of an L2 way
-constexpr int TARGET_TASKS = 64;   // enough for the threads of a large machine to even out
+constexpr int BLOCK_ROWS = 32;    // query rows per task: 32 x 256 scores are half of an L2 way
+constexpr int TARGET_TASKS = 64;  // enough for the threads of a large machine to even out
 constexpr int SMALLEST_CHUNK = 512;
 // Below this many multiply-adds a second thread costs more than it brings.
 constexpr double SERIAL_WORK = 1 << 18;
@@ -26,7 +26,8 @@ constexpr double SERIAL_WORK = 1 << 18;
 int up(int n, int to) { return (n + to - 1) / to * to; }
 int width_index(int width) { return width == 4 ? 2 : width - 1; }
 
-// Where code c of a group lands in the row, for full groups and for a last group of 16; -1: nowhere.
+// Where code c of a group lands in the row, for full groups and for a last group of 16; -1:
+// nowhere.
 int element_of(int fmt, int dim, int group, int c) {
   const int at = group * GROUP;
   if (dim - at >= GROUP || path_of(fmt) != ROW) return at + c < dim ? at + c : -1;
@@ -95,7 +96,11 @@ struct KeyPlan {
   int element[MAX_DIM + GROUP];
 
   KeyPlan(const Kernels& k, const Side& s)
-      : isa(k), side(s), path(path_of(s.fmt)), table(key_table(s.fmt)), spin(s.fmt, s.dim),
+      : isa(k),
+        side(s),
+        path(path_of(s.fmt)),
+        table(key_table(s.fmt)),
+        spin(s.fmt, s.dim),
         width(padded(s.dim)) {
     order(s.fmt, s.dim, k.key_element, element);
     // A whole row of products has to fit an int32; blocks are flushed long before.
@@ -129,7 +134,8 @@ struct KeyPlan {
       for (int i = 0; i < dim; ++i) p.y[i] = q[i] * factor;
     }
     p.scale[r] = isa.quantize(p.y, dim, largest, p.natural) / table.scale;
-    for (int i = 0; i < width; ++i) coded[i] = element[i] < 0 ? std::int16_t(0) : p.natural[element[i]];
+    for (int i = 0; i < width; ++i)
+      coded[i] = element[i] < 0 ? std::int16_t(0) : p.natural[element[i]];
   }
 
   const void* row(const Prepared& p, int r) const {
@@ -154,10 +160,9 @@ struct KeyPlan {
       ok &= isa.decode_keys[side.fmt](rows, table, tile, scales);
       for (int g = 0; g < n_groups; ++g) {
         const int w = groups[g].width;
-        isa.dot[path][width_index(w)](row(p, groups[g].first), width, p.scale + groups[g].first,
-                                      tile, scales, rows.n, side.dim,
-                                      out + groups[g].first * SUPER + (t - first) / 2 * w,
-                                      SUPER / 2 * w);
+        isa.dot[path][width_index(w)](
+            row(p, groups[g].first), width, p.scale + groups[g].first, tile, scales, rows.n,
+            side.dim, out + groups[g].first * SUPER + (t - first) / 2 * w, SUPER / 2 * w);
       }
     }
     return ok;
@@ -185,17 +190,28 @@ class Attention {
  public:
   Attention(const Kernels& isa, const Query& q, const Side& keys, const Side& values, Mask mask,
             float scale, float* out)
-      : isa_(isa), q_(q), keys_(keys), values_(values), mask_(mask),
-        factor_(scale * 1.44269504088896340736f), out_(out), plan_(isa, keys_),
-        value_path_(path_of(values.fmt)), value_table_(value_table(values.fmt)),
-        value_spin_(values.fmt, values.dim), value_width_(padded(values.dim)),
-        group_(q.heads / keys.heads), rows_(q.n * group_), blocks_((rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS) {
+      : isa_(isa),
+        q_(q),
+        keys_(keys),
+        values_(values),
+        mask_(mask),
+        factor_(scale * 1.44269504088896340736f),
+        out_(out),
+        plan_(isa, keys_),
+        value_path_(path_of(values.fmt)),
+        value_table_(value_table(values.fmt)),
+        value_spin_(values.fmt, values.dim),
+        value_width_(padded(values.dim)),
+        group_(q.heads / keys.heads),
+        rows_(q.n * group_),
+        blocks_((rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS) {
     order(values.fmt, values.dim, isa.value_element, value_element_);
     // 64 tokens of weight x entry meet in one int32.
     const double room = 2147483647.0 / (double(TILE) * std::max(1, value_table_.largest));
     largest_weight_ = room < 32767 ? int(room) : 32767;
     int span = 0;
-    for (int b = 0; b < blocks_; ++b) span = std::max(span, high(last_query(b)) - low(first_query(b)));
+    for (int b = 0; b < blocks_; ++b)
+      span = std::max(span, high(last_query(b)) - low(first_query(b)));
     const int tasks = keys.heads * blocks_;
     const int wanted = std::max(1, TARGET_TASKS / tasks);
     const int most = std::max(1, (span + SMALLEST_CHUNK - 1) / SMALLEST_CHUNK);
@@ -305,14 +321,16 @@ class Attention {
       float* p = partial(head, block, chunk);
       std::memcpy(p, w.maximum, BLOCK_ROWS * sizeof(float));
       std::memcpy(p + BLOCK_ROWS, w.sum, BLOCK_ROWS * sizeof(float));
-      std::memcpy(p + 2 * BLOCK_ROWS, w.sum_of_values, std::size_t(n) * value_width_ * sizeof(float));
+      std::memcpy(p + 2 * BLOCK_ROWS, w.sum_of_values,
+                  std::size_t(n) * value_width_ * sizeof(float));
     }
     return ok;
   }
 
   void softmax(const RowGroup& group, int block, int n, int t, int end, Worker& w) const {
     float* const s = w.scores + group.first * SUPER;
-    const int width = group.width, plane = SUPER / 2 * width, padded_end = std::min(t + SUPER, t + up(end - t, 32));
+    const int width = group.width, plane = SUPER / 2 * width,
+              padded_end = std::min(t + SUPER, t + up(end - t, 32));
     for (int j = 0; j < width; ++j) {
       const int r = group.first + j, i = (block * BLOCK_ROWS + r) / group_;
       const int first = r < n ? low(i) : end, last = r < n ? high(i) : end;
@@ -381,7 +399,8 @@ class Attention {
     const int dim = values_.dim;
     float* const to =
         out_ + (std::ptrdiff_t(row / group_) * q_.heads + head * group_ + row % group_) * dim;
-    const float factor = (sum > 0 ? 1 / sum : 0) * (values_.head_scale ? values_.head_scale[head] : 1.f);
+    const float factor =
+        (sum > 0 ? 1 / sum : 0) * (values_.head_scale ? values_.head_scale[head] : 1.f);
     for (int p = 0; p < value_width_; ++p)
       if (value_element_[p] >= 0) w.y[value_element_[p]] = values[p] * factor;
     if (value_spin_.signs) {
@@ -451,11 +470,13 @@ bool scores(const Kernels& isa, int threads, const Query& q, const Side& keys, f
     for (int r = 0; r < all; ++r)
       plan.prepare(r < n ? query_row(q, group, head, first + r) : nullptr, factor, r, w.query);
     const int t0 = super * SUPER, t1 = std::min(keys.n, t0 + SUPER);
-    if (!plan.score(w.query, groups, n_groups, head, t0, t1, w.tile, w.scales, w.scores)) ok = false;
+    if (!plan.score(w.query, groups, n_groups, head, t0, t1, w.tile, w.scales, w.scores))
+      ok = false;
     for (int g = 0; g < n_groups; ++g)
       for (int j = 0; j < groups[g].width && groups[g].first + j < n; ++j) {
         const int row = first + groups[g].first + j, width = groups[g].width;
-        float* to = out + (std::ptrdiff_t(row / group) * q.heads + head * group + row % group) * keys.n;
+        float* to =
+            out + (std::ptrdiff_t(row / group) * q.heads + head * group + row % group) * keys.n;
         const float* s = w.scores + groups[g].first * SUPER + j;
         for (int t = t0; t < t1; ++t)
           to[t] = s[((t - t0) & 1) * (SUPER / 2) * width + (t - t0) / 2 * width];

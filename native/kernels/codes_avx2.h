@@ -33,17 +33,15 @@ struct CodesAvx2 {
   }
 
   static Codes planes(std::uint64_t low, std::uint32_t high) {
-    const __m256i two =
-        _mm256_and_si256(_mm256_srlv_epi64(_mm256_set1_epi64x(std::int64_t(low)),
-                                           _mm256_setr_epi64x(0, 2, 4, 6)),
-                         _mm256_set1_epi8(3));
-    const __m256i spread =
-        _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
-                         2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i two = _mm256_and_si256(
+        _mm256_srlv_epi64(_mm256_set1_epi64x(std::int64_t(low)), _mm256_setr_epi64x(0, 2, 4, 6)),
+        _mm256_set1_epi8(3));
+    const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
+                                            2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
     const __m256i bit = _mm256_set1_epi64x(std::int64_t(0x8040201008040201));
     const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(std::int32_t(high)), spread);
-    const __m256i third = _mm256_and_si256(
-        _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), _mm256_set1_epi8(4));
+    const __m256i third =
+        _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), _mm256_set1_epi8(4));
     return _mm256_or_si256(two, third);
   }
   static Codes codes3_planes(const std::uint8_t* low, const std::uint8_t* high) {
@@ -69,8 +67,8 @@ struct CodesAvx2 {
     std::uint32_t rest;
     std::memcpy(&first, p, 8);
     std::memcpy(&rest, p + 8, 4);
-    const __m256i bytes = _mm256_broadcastsi128_si256(
-        _mm_set_epi64x(std::int64_t(rest), std::int64_t(first)));
+    const __m256i bytes =
+        _mm256_broadcastsi128_si256(_mm_set_epi64x(std::int64_t(rest), std::int64_t(first)));
     const __m256i place =
         _mm256_setr_epi8(0, 1, -1, -1, 1, 2, -1, -1, 3, 4, -1, -1, 4, 5, -1, -1,  //
                          6, 7, -1, -1, 7, 8, -1, -1, 9, 10, -1, -1, 10, 11, -1, -1);

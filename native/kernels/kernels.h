@@ -23,16 +23,14 @@ namespace kvproof {
 enum Fmt : int { F16, BF16, FP8_E4M3, Q8_0, Q4_0, TBQ4_0, TBQ3_0, TQ4, TQ3, FORMATS };
 enum Path : int { ROW, BLOCK, REAL, PATHS };
 
-constexpr int TILE = 64;        // tokens decoded at once: 64 x 128 int16 is half of a 32 KiB L1
-constexpr int SUPER = 256;      // tokens per softmax step
-constexpr int MAX_DIM = 4096;   // widest row
-constexpr int GROUP = 32;       // codes per decoding step, also the block of the block formats
-constexpr int QMAX = 16383;     // largest quantised query value
-constexpr int WIDTHS = 3;       // row-group widths: 1, 2 and 4 query rows share each load
+constexpr int TILE = 64;       // tokens decoded at once: 64 x 128 int16 is half of a 32 KiB L1
+constexpr int SUPER = 256;     // tokens per softmax step
+constexpr int MAX_DIM = 4096;  // widest row
+constexpr int GROUP = 32;      // codes per decoding step, also the block of the block formats
+constexpr int QMAX = 16383;    // largest quantised query value
+constexpr int WIDTHS = 3;      // row-group widths: 1, 2 and 4 query rows share each load
 
-constexpr Path path_of(int f) {
-  return f <= FP8_E4M3 ? REAL : f <= TBQ3_0 ? BLOCK : ROW;
-}
+constexpr Path path_of(int f) { return f <= FP8_E4M3 ? REAL : f <= TBQ3_0 ? BLOCK : ROW; }
 
 // Bytes of a block, or of an element; 0 for whole-row formats.
 constexpr int block_bytes(int f) {
@@ -42,9 +40,12 @@ constexpr int block_bytes(int f) {
 
 constexpr std::ptrdiff_t row_bytes(int f, int dim) {
   switch (path_of(f)) {
-    case REAL: return std::ptrdiff_t(block_bytes(f)) * dim;
-    case BLOCK: return std::ptrdiff_t(block_bytes(f)) * (dim / GROUP);
-    default: return std::ptrdiff_t(dim) * (f == TQ4 ? 4 : 3) / 8 + 2;
+    case REAL:
+      return std::ptrdiff_t(block_bytes(f)) * dim;
+    case BLOCK:
+      return std::ptrdiff_t(block_bytes(f)) * (dim / GROUP);
+    default:
+      return std::ptrdiff_t(dim) * (f == TQ4 ? 4 : 3) / 8 + 2;
   }
 }
 
@@ -68,11 +69,11 @@ struct Table {
 
 // Everything about a codebook format that Python hands over at import.
 struct Book {
-  int count = 0;             // 8 or 16
-  float value[16] = {};      // ascending
-  float cut[15] = {};        // code = number of cuts < z
-  float start = 0;           // row formats: unit of a unit-variance row,
-  int n_tries = 0;           // and the multiples of it that are tried
+  int count = 0;         // 8 or 16
+  float value[16] = {};  // ascending
+  float cut[15] = {};    // code = number of cuts < z
+  float start = 0;       // row formats: unit of a unit-variance row,
+  int n_tries = 0;       // and the multiples of it that are tried
   float tries[16] = {};
   Table key = {}, value_side = {};
 };
@@ -81,14 +82,14 @@ struct Counts {
   std::int64_t saturated = 0, flushed = 0;
 };
 
-struct RowGroup {            // up to 4 query rows that share K and V loads
-  int first, width;          // width 1, 2 or 4; rows beyond the block are padding
+struct RowGroup {    // up to 4 query rows that share K and V loads
+  int first, width;  // width 1, 2 or 4; rows beyond the block are padding
 };
 
 // One table per instruction set. Widths are indexed 0, 1, 2 for 1, 2, 4 rows.
 struct Kernels {
   const char* name;
-  int (*key_element)(int position);    // position 0..31 of a decoded group -> its code
+  int (*key_element)(int position);  // position 0..31 of a decoded group -> its code
   int (*value_element)(int position);
 
   // Decode a tile into scratch: int16 [token][padded dim], or float. Scales go to

@@ -66,9 +66,7 @@ struct Avx2 : CodesAvx2 {
   static W load_words(const std::int16_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
-  static void store_words(void* p, W x) {
-    _mm256_storeu_si256(static_cast<__m256i*>(p), x);
-  }
+  static void store_words(void* p, W x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
   // The value in a register: GCC would otherwise read it again from memory at each use, and the
   // load ports are what limits the products.
   static F held(F x) {
@@ -126,18 +124,22 @@ struct Avx2 : CodesAvx2 {
 
   template <int N>
   static F repeat(const float* p) {
-    if constexpr (N == 1) return _mm256_broadcast_ss(p);
+    if constexpr (N == 1)
+      return _mm256_broadcast_ss(p);
     else if constexpr (N == 2)
       return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
-    else return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+    else
+      return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
   }
   template <int N>
   static F spread(const float* p) {
-    if constexpr (N == 1) return load(p);
+    if constexpr (N == 1)
+      return load(p);
     else if constexpr (N == 2)
       return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)),
                                       _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
-    else return _mm256_set_m128(_mm_broadcast_ss(p + 1), _mm_broadcast_ss(p));
+    else
+      return _mm256_set_m128(_mm_broadcast_ss(p + 1), _mm_broadcast_ss(p));
   }
 
   // Hadamard over the eight lanes: each level adds the partner, with odd halves negated.
@@ -152,6 +154,10 @@ struct Avx2 : CodesAvx2 {
 
   static F load_f16(const std::uint8_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_f16(std::uint8_t* p, F x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
   static F load_bf16(const std::uint8_t* p) {
     const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

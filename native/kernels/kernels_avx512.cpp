@@ -36,9 +36,7 @@ struct Avx512 : CodesAvx2 {
   static F if_above(F x, F limit, float value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), set(value));
   }
-  static bool all_below(F x, F limit) {
-    return _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ) == 0xffff;
-  }
+  static bool all_below(F x, F limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ) == 0xffff; }
   static F tie_magnitude(F z) {  // |z|, one ulp up unless z > 0
     const W bits = _mm512_castps_si512(abs(z));
     return _mm512_castsi512_ps(_mm512_mask_add_epi32(
@@ -117,16 +115,19 @@ struct Avx512 : CodesAvx2 {
 
   template <int N>
   static F repeat(const float* p) {
-    if constexpr (N == 1) return set(*p);
+    if constexpr (N == 1)
+      return set(*p);
     else if constexpr (N == 2) {
       double both;
       std::memcpy(&both, p, 8);
       return _mm512_castpd_ps(_mm512_set1_pd(both));
-    } else return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+    } else
+      return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
   }
   template <int N>
   static F spread(const float* p) {
-    if constexpr (N == 1) return load(p);
+    if constexpr (N == 1)
+      return load(p);
     else if constexpr (N == 2)
       return _mm512_permutexvar_ps(
           _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
@@ -150,6 +151,10 @@ struct Avx512 : CodesAvx2 {
 
   static F load_f16(const std::uint8_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void store_f16(std::uint8_t* p, F x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
   static F load_bf16(const std::uint8_t* p) {
     const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

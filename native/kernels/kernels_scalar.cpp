@@ -111,9 +111,8 @@ struct Scalar {
     return each([=](int i) { return float(x.v[i]); });
   }
   static W to_words(F x) {  // adding 1.5 * 2^23 rounds to nearest even; |x| stays below 2^22
-    return each_word([=](int i) {
-      return std::int32_t(to_bits(x.v[i] + 12582912.f) - to_bits(12582912.f));
-    });
+    return each_word(
+        [=](int i) { return std::int32_t(to_bits(x.v[i] + 12582912.f) - to_bits(12582912.f)); });
   }
   static F reduce(const F* a) {
     return each([=](int i) { return (a[i].v[0] + a[i].v[1]) + (a[i].v[2] + a[i].v[3]); });
@@ -137,6 +136,12 @@ struct Scalar {
 
   static F load_f16(const std::uint8_t* p) {
     return each([=](int i) { return half_to_float(load_u16(p + 2 * i)); });
+  }
+  static void store_f16(std::uint8_t* p, F x) {
+    for (int i = 0; i < 4; ++i) {
+      const std::uint16_t h = float_to_half(x.v[i]);
+      std::memcpy(p + 2 * i, &h, 2);
+    }
   }
   static F load_bf16(const std::uint8_t* p) {
     return each([=](int i) { return from_bits(std::uint32_t(load_u16(p + 2 * i)) << 16); });

@@ -16,7 +16,8 @@ namespace {
 
 inline int smaller(int a, int b) { return a < b ? a : b; }
 
-// ---- decode a tile -------------------------------------------------------------------------------
+// ---- decode a tile
+// -------------------------------------------------------------------------------
 
 template <class I, int F>
 inline typename I::Codes whole_group(const std::uint8_t* row, int g, int dim) {
@@ -26,17 +27,22 @@ inline typename I::Codes whole_group(const std::uint8_t* row, int g, int dim) {
     return I::codes3_planes(row + 8 * g, row + dim / 4 + 4 * g);
   } else {
     const std::uint8_t* p = row + block_bytes(F) * g + 2;
-    if constexpr (F == Q8_0) return I::codes8(p);
-    else if constexpr (F == TBQ3_0) return I::codes3_stream(p);
-    else return I::codes4(p);
+    if constexpr (F == Q8_0)
+      return I::codes8(p);
+    else if constexpr (F == TBQ3_0)
+      return I::codes3_stream(p);
+    else
+      return I::codes4(p);
   }
 }
 
 // The last 16 codes of a row format.
 template <class I, int F>
 inline typename I::Codes half_group(const std::uint8_t* row, int g, int dim) {
-  if constexpr (F == TQ4) return I::codes4_half(row + 16 * g);
-  else return I::codes3_planes_half(row + 8 * g, row + dim / 4 + 4 * g);
+  if constexpr (F == TQ4)
+    return I::codes4_half(row + 16 * g);
+  else
+    return I::codes3_planes_half(row + 8 * g, row + dim / 4 + 4 * g);
 }
 
 // fn(group, codes of a row) for the whole groups of a row, then for a last half group: the loop has
@@ -57,8 +63,10 @@ constexpr int MAX_SCALES = TILE * (MAX_DIM / GROUP) + 16;  // and one register o
 template <class I, int F>
 inline void key_words(const typename I::Lut& lut, const typename I::Codes& codes,
                       typename I::W* out) {
-  if constexpr (F == Q8_0) I::key_words_signed(codes, out);
-  else I::key_words(lut, codes, out);
+  if constexpr (F == Q8_0)
+    I::key_words_signed(codes, out);
+  else
+    I::key_words(lut, codes, out);
 }
 
 // Stored scales are collected as halves, in the order of `scales`, and converted together: one at a
@@ -95,13 +103,11 @@ bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* s
       constexpr int STEPS = GROUP / (2 * I::LANES);
       typename I::W words[STEPS];
       key_words<I, F>(lut, codes_of(row), words);
-      for (int i = 0; i < STEPS; ++i)
-        I::store_words(o + g * GROUP + 2 * I::LANES * i, words[i]);
+      for (int i = 0; i < STEPS; ++i) I::store_words(o + g * GROUP + 2 * I::LANES * i, words[i]);
       if constexpr (path_of(F) == BLOCK)
         halves[t * groups + g] = load_u16(row + block_bytes(F) * g);
     });
-    if constexpr (path_of(F) == ROW)
-      halves[(t & 1) * (TILE / 2) + t / 2] = load_u16(row + unit_at);
+    if constexpr (path_of(F) == ROW) halves[(t & 1) * (TILE / 2) + t / 2] = load_u16(row + unit_at);
   }
   return convert_scales<I>(halves, n_scales, scales);
 }
@@ -122,8 +128,10 @@ bool decode_values_coded(const Rows& rows, const Table& table, void* out, float*
     const std::uint8_t* b = t + 1 < n ? a + rows.stride : zeros;
     each_group<I, F>(dim, [&](int g, auto codes_of) {
       const typename I::Codes ca = codes_of(a), cb = codes_of(b);
-      if constexpr (F == Q8_0) I::store_values_signed(ca, cb, o + 2 * g * GROUP);
-      else I::store_values(lut, ca, cb, o + 2 * g * GROUP);
+      if constexpr (F == Q8_0)
+        I::store_values_signed(ca, cb, o + 2 * g * GROUP);
+      else
+        I::store_values(lut, ca, cb, o + 2 * g * GROUP);
       if constexpr (path_of(F) == BLOCK) {
         std::uint16_t* h = halves + g * TILE + t / 2;
         h[0] = load_u16(a + block_bytes(F) * g);
@@ -140,9 +148,12 @@ bool decode_values_coded(const Rows& rows, const Table& table, void* out, float*
 
 template <class I, int F>
 inline typename I::F load_real(const std::uint8_t* p) {
-  if constexpr (F == F16) return I::load_f16(p);
-  else if constexpr (F == BF16) return I::load_bf16(p);
-  else return I::load_fp8(p);
+  if constexpr (F == F16)
+    return I::load_f16(p);
+  else if constexpr (F == BF16)
+    return I::load_bf16(p);
+  else
+    return I::load_fp8(p);
 }
 
 template <class I, int F>
@@ -178,7 +189,8 @@ bool decode_real(const Rows& rows, const Table&, void* out, float*) {
   return ok;
 }
 
-// ---- scores --------------------------------------------------------------------------------------
+// ---- scores
+// --------------------------------------------------------------------------------------
 
 // MR query rows x NT tokens fill one vector of LANES results. Tokens of a step have one parity.
 template <class I, int MR, Path P>
@@ -223,8 +235,7 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
             }
           }
         }
-        const typename I::F units =
-            I::template spread<MR>(scales + parity * (TILE / 2) + t0 / 2);
+        const typename I::F units = I::template spread<MR>(scales + parity * (TILE / 2) + t0 / 2);
         result = I::mul(I::mul(I::to_float(I::reduce(acc)), units), rows);
       } else if constexpr (P == BLOCK) {
         const auto* q = static_cast<const std::int16_t*>(query);
@@ -328,8 +339,10 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
       typename I::F acc[L];
 #pragma GCC unroll 16
       for (int i = 0; i < L; ++i) {
-        if constexpr (BLOCKS) acc[i] = I::zero();
-        else sums[i] = I::zero_words();
+        if constexpr (BLOCKS)
+          acc[i] = I::zero();
+        else
+          sums[i] = I::zero_words();
       }
       const auto* q = static_cast<const std::int16_t*>(query);
       each_group<I, F>(dim, [&](int g, auto codes_of) {
@@ -356,7 +369,8 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
         }
       });
       typename I::F result;
-      if constexpr (BLOCKS) result = I::reduce(acc);
+      if constexpr (BLOCKS)
+        result = I::reduce(acc);
       else
         result = I::mul(I::to_float(I::reduce(sums)),
                         I::template spread<MR>(scales + parity * (TILE / 2) + t0 / 2));
@@ -365,7 +379,8 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
   return ok;
 }
 
-// ---- softmax and weights -------------------------------------------------------------------------
+// ---- softmax and weights
+// -------------------------------------------------------------------------
 
 // 2^x for x <= 0, relative error below 2e-7; exactly 0 below -126 (masked scores are -inf).
 template <class I>
@@ -450,13 +465,13 @@ void weights(const float* probability, std::ptrdiff_t plane, const float* scales
   const typename I::F factor = I::template repeat<MR>(inverse);
   for (int i = 0; i < count; i += L) {
     const typename I::W even = I::to_words(I::mul(I::load(scratch + i), factor));
-    const typename I::W odd =
-        I::to_words(I::mul(I::load(scratch + (TILE / 2) * MR + i), factor));
+    const typename I::W odd = I::to_words(I::mul(I::load(scratch + (TILE / 2) * MR + i), factor));
     I::store_words(words + i, I::pair(even, odd));
   }
 }
 
-// ---- values --------------------------------------------------------------------------------------
+// ---- values
+// --------------------------------------------------------------------------------------
 
 template <class I, int MR, Path P>
 void accumulate(const void* weights, std::ptrdiff_t plane, const float* step, const void* values,
@@ -527,7 +542,8 @@ void accumulate(const void* weights, std::ptrdiff_t plane, const float* step, co
   }
 }
 
-// ---- rows ----------------------------------------------------------------------------------------
+// ---- rows
+// ----------------------------------------------------------------------------------------
 
 template <class I>
 void scale_row(float* x, int n, float factor) {
@@ -594,7 +610,8 @@ void rotate(float* x, int, const int* parts, int n_parts) {
   }
 }
 
-// ---- encode --------------------------------------------------------------------------------------
+// ---- encode
+// --------------------------------------------------------------------------------------
 
 inline std::uint16_t store_scale(float scale, Counts& counts) {
   std::uint16_t h = float_to_half(scale);
@@ -675,14 +692,14 @@ inline float fit(const float* y, int n, float inverse, const Book& book, std::ui
       if constexpr (CODES) {
         typename I::W above = I::zero_words();
 #pragma GCC unroll 8
-        for (int k = HALF; k + 1 < COUNT; ++k) above = I::count_above(above, a, I::set(book.cut[k]));
+        for (int k = HALF; k + 1 < COUNT; ++k)
+          above = I::count_above(above, a, I::set(book.cut[k]));
         alignas(64) std::int32_t lanes[L];
         alignas(64) float zs[L];
         I::store_words(lanes, above);
         I::store(zs, z);
         for (int j = 0; j < L; ++j)
-          codes[i + part * L + j] =
-              std::uint8_t(zs[j] > 0 ? HALF + lanes[j] : HALF - 1 - lanes[j]);
+          codes[i + part * L + j] = std::uint8_t(zs[j] > 0 ? HALF + lanes[j] : HALF - 1 - lanes[j]);
       }
       c = I::negate_unless_positive(z, c);
       yc.part[part] = I::add(yc.part[part], I::mul(row, c));
@@ -758,8 +775,10 @@ void encode_blocks(float* y, int dim, const Book& book, std::uint8_t* out, Count
     if constexpr (F == TBQ4_0 || F == TBQ3_0) {
       const float d = float(__builtin_sqrt(sum_of_squares(y, GROUP) / GROUP));
       const float inverse = reciprocal(d);
-      if (inverse == 0) std::memset(codes, 0, GROUP);
-      else nearest<I, F == TBQ4_0 ? 16 : 8>(y, GROUP, inverse, book, codes);
+      if (inverse == 0)
+        std::memset(codes, 0, GROUP);
+      else
+        nearest<I, F == TBQ4_0 ? 16 : 8>(y, GROUP, inverse, book, codes);
       h = store_scale(d, counts);
       if constexpr (F == TBQ4_0) {
         pack4(codes, GROUP, out + 2);
@@ -773,11 +792,18 @@ void encode_blocks(float* y, int dim, const Book& book, std::uint8_t* out, Count
     } else if constexpr (F == Q8_0) {
       const float d = largest_magnitude<I>(y, GROUP) / 127;
       const float inverse = reciprocal(d);
-      for (int i = 0; i < GROUP; ++i) {
-        const float z = y[i] * inverse, a = z < 0 ? -z : z;
-        // Halves away from zero; a is at most 127 and a bit, so the integer part is exact.
-        const int whole = int(a), code = whole + (a - float(whole) >= 0.5f);
-        out[2 + i] = std::uint8_t(z < 0 ? -code : code);
+      constexpr int L = I::LANES;
+      for (int i = 0; i < GROUP; i += L) {
+        // Nearest even first; a remainder of exactly one half was a tie that went down: away from
+        // zero instead. 0.49999997 is the float before 0.5.
+        const typename I::F z = I::mul(I::load(y + i), I::set(inverse)), a = I::abs(z);
+        typename I::W n = I::to_words(a);
+        n = I::count_above(n, I::sub(a, I::to_float(n)), I::set(0.49999997f));
+        alignas(64) std::int32_t lanes[L];
+        alignas(64) float zs[L];
+        I::store_words(lanes, n);
+        I::store(zs, z);
+        for (int j = 0; j < L; ++j) out[2 + i + j] = std::uint8_t(zs[j] < 0 ? -lanes[j] : lanes[j]);
       }
       h = store_scale(d, counts);
     } else {  // Q4_0
@@ -802,7 +828,17 @@ void encode_blocks(float* y, int dim, const Book& book, std::uint8_t* out, Count
 
 template <class I, int F>
 void encode_real(float* y, int dim, const Book&, std::uint8_t* out, Counts& counts) {
-  for (int i = 0; i < dim; ++i) {
+  int done = 0;
+  if constexpr (F == F16) {
+    // Whole vectors, as far as nothing overflows.
+    constexpr int L = I::LANES;
+    for (; done + L <= dim; done += L) {
+      const typename I::F x = I::load(y + done);
+      if (!I::all_below(I::abs(x), I::set(65520.f))) break;
+      I::store_f16(out + 2 * done, x);
+    }
+  }
+  for (int i = done; i < dim; ++i) {
     const std::uint32_t bits = to_bits(y[i]), body = bits & 0x7fffffff;
     if constexpr (F == F16) {
       std::uint16_t h = float_to_half(y[i]);
@@ -835,7 +871,8 @@ void encode_real(float* y, int dim, const Book&, std::uint8_t* out, Counts& coun
   }
 }
 
-// ---- decode one row, stored domain ---------------------------------------------------------------
+// ---- decode one row, stored domain
+// ---------------------------------------------------------------
 
 template <class I, int F>
 bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) {
@@ -856,8 +893,8 @@ bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) 
     each_group<I, F>(dim, [&](int g, auto codes_of) {
       alignas(64) std::uint8_t codes[GROUP];
       I::store_codes(codes, codes_of(row));
-      const std::uint16_t h = load_u16(
-          path_of(F) == ROW ? row + row_bytes(F, dim) - 2 : row + block_bytes(F) * g);
+      const std::uint16_t h =
+          load_u16(path_of(F) == ROW ? row + row_bytes(F, dim) - 2 : row + block_bytes(F) * g);
       ok = ok && (h & 0x7c00) != 0x7c00;
       const float d = half_to_float(h);
       const int n = smaller(GROUP, dim - GROUP * g);
@@ -866,8 +903,9 @@ bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) 
         const int c = n == GROUP ? codes[i]
                       : F == TQ4 ? codes[i % 8 + i / 8 * 16]
                                  : codes[i % 4 + i / 4 * 8];
-        const float value = F == Q8_0 ? float(std::int8_t(c)) : F == Q4_0 ? float(c - 8)
-                                                                          : book.value[c];
+        const float value = F == Q8_0   ? float(std::int8_t(c))
+                            : F == Q4_0 ? float(c - 8)
+                                        : book.value[c];
         out[GROUP * g + i] = d == 0 ? 0.f : value * d;
       }
     });
@@ -875,7 +913,8 @@ bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) 
   return ok;
 }
 
-// ---- the table -----------------------------------------------------------------------------------
+// ---- the table
+// -----------------------------------------------------------------------------------
 
 template <class I>
 constexpr Kernels make_kernels(const char* name) {
@@ -887,13 +926,14 @@ constexpr Kernels make_kernels(const char* name) {
        decode_keys_coded<I, Q8_0>, decode_keys_coded<I, Q4_0>, decode_keys_coded<I, TBQ4_0>,
        decode_keys_coded<I, TBQ3_0>, decode_keys_coded<I, TQ4>, decode_keys_coded<I, TQ3>},
       {decode_real<I, F16>, decode_real<I, BF16>, decode_real<I, FP8_E4M3>,
-       decode_values_coded<I, Q8_0>, decode_values_coded<I, Q4_0>,
-       decode_values_coded<I, TBQ4_0>, decode_values_coded<I, TBQ3_0>,
-       decode_values_coded<I, TQ4>, decode_values_coded<I, TQ3>},
+       decode_values_coded<I, Q8_0>, decode_values_coded<I, Q4_0>, decode_values_coded<I, TBQ4_0>,
+       decode_values_coded<I, TBQ3_0>, decode_values_coded<I, TQ4>, decode_values_coded<I, TQ3>},
       {{dot<I, 1, ROW>, dot<I, 2, ROW>, dot<I, 4, ROW>},
        {dot<I, 1, BLOCK>, dot<I, 2, BLOCK>, dot<I, 4, BLOCK>},
        {dot<I, 1, REAL>, dot<I, 2, REAL>, dot<I, 4, REAL>}},
-      {{}, {}, {},
+      {{},
+       {},
+       {},
        {score<I, 1, Q8_0>, score<I, 2, Q8_0>, score<I, 4, Q8_0>},
        {score<I, 1, Q4_0>, score<I, 2, Q4_0>, score<I, 4, Q4_0>},
        {score<I, 1, TBQ4_0>, score<I, 2, TBQ4_0>, score<I, 4, TBQ4_0>},
@@ -908,9 +948,9 @@ constexpr Kernels make_kernels(const char* name) {
       scale_row<I>,
       quantize<I>,
       rotate<I>,
-      {encode_real<I, F16>, encode_real<I, BF16>, encode_real<I, FP8_E4M3>,
-       encode_blocks<I, Q8_0>, encode_blocks<I, Q4_0>, encode_blocks<I, TBQ4_0>,
-       encode_blocks<I, TBQ3_0>, encode_row<I, TQ4>, encode_row<I, TQ3>},
+      {encode_real<I, F16>, encode_real<I, BF16>, encode_real<I, FP8_E4M3>, encode_blocks<I, Q8_0>,
+       encode_blocks<I, Q4_0>, encode_blocks<I, TBQ4_0>, encode_blocks<I, TBQ3_0>,
+       encode_row<I, TQ4>, encode_row<I, TQ3>},
       {decode_row<I, F16>, decode_row<I, BF16>, decode_row<I, FP8_E4M3>, decode_row<I, Q8_0>,
        decode_row<I, Q4_0>, decode_row<I, TBQ4_0>, decode_row<I, TBQ3_0>, decode_row<I, TQ4>,
        decode_row<I, TQ3>},

@@ -97,10 +97,11 @@ Query query_of(const Heads& q, const Side& keys) {
 // Row of the first stored scale or element that is not finite: (0, row) of the keys, (1, row) of
 // the values, or (-1, -1).
 std::pair<int, std::ptrdiff_t> attention_call(const std::string& isa, int threads, const Heads& q,
-                                              const Bytes& k, const Bytes& v, const std::string& key,
-                                              const std::string& value, int dim_v, bool causal,
-                                              int window, float scale, const Scales& k_scale,
-                                              const Scales& v_scale, const OutFloats& out) {
+                                              const Bytes& k, const Bytes& v,
+                                              const std::string& key, const std::string& value,
+                                              int dim_v, bool causal, int window, float scale,
+                                              const Scales& k_scale, const Scales& v_scale,
+                                              const OutFloats& out) {
   const Kernels& kernels = kernels_of(isa);
   const Side keys = side_of(key, k, int(q.shape(2)), k_scale);
   const Side values = side_of(value, v, dim_v, v_scale);
@@ -127,12 +128,9 @@ std::ptrdiff_t scores_call(const std::string& isa, int threads, const Heads& q, 
   return scores(kernels, threads, query, keys, out.data()) ? -1 : first_bad_row(kernels, keys);
 }
 
-std::tuple<std::ptrdiff_t, std::int64_t, std::int64_t> encode_call(const std::string& isa,
-                                                                   int threads,
-                                                                   const std::string& format,
-                                                                   const Floats& x,
-                                                                   const Scales& scale,
-                                                                   const OutBytes& out) {
+std::tuple<std::ptrdiff_t, std::int64_t, std::int64_t> encode_call(
+    const std::string& isa, int threads, const std::string& format, const Floats& x,
+    const Scales& scale, const OutBytes& out) {
   const Kernels& kernels = kernels_of(isa);
   const int fmt = format_index(format);
   const auto rows = std::ptrdiff_t(x.shape(0)), dim = std::ptrdiff_t(x.shape(1));

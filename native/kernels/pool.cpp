@@ -44,7 +44,8 @@ Pool& Pool::get() {
   if (owner.load(std::memory_order_acquire) != getpid()) {
     std::lock_guard<std::mutex> hold(creation);
     if (owner.load() != getpid()) {
-      pool = new Pool;  // never freed: workers outlive static destructors, and a forked copy has none
+      pool =
+          new Pool;  // never freed: workers outlive static destructors, and a forked copy has none
       owner.store(getpid(), std::memory_order_release);
     }
   }
@@ -103,8 +104,10 @@ void Pool::run(int tasks, int threads, const std::function<void(int, int)>& fn) 
   wake_.notify_all();
   for (int t; (t = next_.fetch_add(1, std::memory_order_relaxed)) < tasks;) fn(t, 0);
   for (int i = 0; busy_.load(std::memory_order_acquire) > 0; ++i) {
-    if (i < SPINS) pause();
-    else std::this_thread::yield();
+    if (i < SPINS)
+      pause();
+    else
+      std::this_thread::yield();
   }
 }
 
