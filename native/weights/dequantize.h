@@ -155,7 +155,9 @@ void each_block(Type type, const uint8_t* src, size_t blocks, float* dst) {
 
 inline void dequantize(Type type, const uint8_t* src, size_t blocks, float* dst) {
   switch (type) {
-    case Type::f32: std::memcpy(dst, src, 4 * blocks); return;
+    case Type::f32:
+      std::memcpy(dst, src, 4 * blocks);
+      return;
     case Type::f16:
       for (size_t i = 0; i < blocks; ++i) dst[i] = read_half(src + 2 * i);
       return;
@@ -166,14 +168,22 @@ inline void dequantize(Type type, const uint8_t* src, size_t blocks, float* dst)
         dst[i] = std::bit_cast<float>(uint32_t(h) << 16);
       }
       return;
-    case Type::q4_0: return each_block<block_q4_0>(type, src, blocks, dst);
-    case Type::q4_1: return each_block<block_q4_1>(type, src, blocks, dst);
-    case Type::q5_0: return each_block<block_q5_0>(type, src, blocks, dst);
-    case Type::q5_1: return each_block<block_q5_1>(type, src, blocks, dst);
-    case Type::q8_0: return each_block<block_q8_0>(type, src, blocks, dst);
-    case Type::q4_k: return each_block<block_q4_k>(type, src, blocks, dst);
-    case Type::q5_k: return each_block<block_q5_k>(type, src, blocks, dst);
-    case Type::q6_k: return each_block<block_q6_k>(type, src, blocks, dst);
+    case Type::q4_0:
+      return each_block<block_q4_0>(type, src, blocks, dst);
+    case Type::q4_1:
+      return each_block<block_q4_1>(type, src, blocks, dst);
+    case Type::q5_0:
+      return each_block<block_q5_0>(type, src, blocks, dst);
+    case Type::q5_1:
+      return each_block<block_q5_1>(type, src, blocks, dst);
+    case Type::q8_0:
+      return each_block<block_q8_0>(type, src, blocks, dst);
+    case Type::q4_k:
+      return each_block<block_q4_k>(type, src, blocks, dst);
+    case Type::q5_k:
+      return each_block<block_q5_k>(type, src, blocks, dst);
+    case Type::q6_k:
+      return each_block<block_q6_k>(type, src, blocks, dst);
   }
 }
 

@@ -4,7 +4,8 @@
 //   matvec  up to 8 rows of x: bound by the read of w. 2 * W weights are loaded at once and split
 //           into even and odd lanes (one shift, one mask); x is stored split the same way.
 //   gemm    more rows: weight panels [kDepthBlock][NR] are converted and transposed once per task
-//           into L2, activations lie packed as [k][MR], and a MR x NR tile of sums stays in registers.
+//           into L2, activations lie packed as [k][MR], and a MR x NR tile of sums stays in
+//           registers.
 // Measured here (Zen 3, 2 threads, 262144 x 640): torch bf16 one token 18.7 ms, 64 tokens 1209 ms;
 // torch float32 45 ms and 337 ms. docs/performance.md has the figures of these kernels.
 #pragma once
@@ -76,10 +77,14 @@ template <class I>
 void matvec(const float* packed, int rows, size_t k, const uint16_t* w, size_t begin, size_t end,
             float* out, size_t ldo) {
   switch (rows) {
-    case 1: return matvec_rows<I, 1, 4>(packed, k, w, begin, end, out, ldo);
-    case 2: return matvec_rows<I, 2, 2>(packed, k, w, begin, end, out, ldo);
-    case 3: return matvec_rows<I, 3, 1>(packed, k, w, begin, end, out, ldo);
-    case 4: return matvec_rows<I, 4, 1>(packed, k, w, begin, end, out, ldo);
+    case 1:
+      return matvec_rows<I, 1, 4>(packed, k, w, begin, end, out, ldo);
+    case 2:
+      return matvec_rows<I, 2, 2>(packed, k, w, begin, end, out, ldo);
+    case 3:
+      return matvec_rows<I, 3, 1>(packed, k, w, begin, end, out, ldo);
+    case 4:
+      return matvec_rows<I, 4, 1>(packed, k, w, begin, end, out, ldo);
     default: {
       // A row of w is still in L1 when the second half of x reads it again.
       for (size_t j = begin; j < end; ++j) {
@@ -189,8 +194,8 @@ void rms_norm(const float* x, const float* weight, size_t rows, size_t n, float 
 
 template <class I>
 constexpr Ops make_ops(const char* name) {
-  return {name,        I::MR,         I::NR,   dequantize, to_bf16, pack_vec<I>,
-          matvec<I>,   pack_rows<I>,  gemm<I>, rms_norm<I>};
+  return {name,        I::MR,     I::NR,        dequantize, to_bf16,
+          pack_vec<I>, matvec<I>, pack_rows<I>, gemm<I>,    rms_norm<I>};
 }
 
 }  // namespace

@@ -3,9 +3,9 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -43,7 +43,8 @@ const Ops& find(const std::string& name) {
     if (name == ops->name) return *ops;
     names += names.empty() ? ops->name : std::string(", ") + ops->name;
   }
-  throw std::invalid_argument("KVPROOF_CPU_ISA: " + name + " cannot run here; choose one of " + names);
+  throw std::invalid_argument("KVPROOF_CPU_ISA: " + name + " cannot run here; choose one of " +
+                              names);
 }
 
 const Ops& ops(const std::string& isa) {
@@ -71,8 +72,8 @@ void dequantize_tensor(int type_id, const Bytes& src, size_t values, int threads
   }
   if (values % shape.values || src.shape(0) != values / shape.values * shape.bytes) {
     throw std::invalid_argument("tensor data: " + std::to_string(src.shape(0)) +
-                                " bytes do not hold " + std::to_string(values) + " values of type " +
-                                std::to_string(type_id));
+                                " bytes do not hold " + std::to_string(values) +
+                                " values of type " + std::to_string(type_id));
   }
   const Ops& o = ops(isa);
   const uint8_t* bytes = src.data();
@@ -99,10 +100,9 @@ void dequantize_f32(int type, Bytes src, Floats out, int threads, const std::str
 
 void dequantize_bf16(int type, Bytes src, Halves out, int threads, const std::string& isa) {
   uint16_t* y = reinterpret_cast<uint16_t*>(out.data());
-  dequantize_tensor(type, src, out.size(), threads, isa,
-                    [y](const Ops& o, size_t at, const float* x, size_t n) {
-                      o.to_bf16(x, n, y + at);
-                    });
+  dequantize_tensor(
+      type, src, out.size(), threads, isa,
+      [y](const Ops& o, size_t at, const float* x, size_t n) { o.to_bf16(x, n, y + at); });
 }
 
 // Whole pages of [at, at + bytes); advice only, so a refusal by the kernel changes nothing.
@@ -152,11 +152,14 @@ void linear(uintptr_t x_at, uintptr_t w_at, uintptr_t out_at, size_t m, size_t n
   if (packed.size() < padded * k) packed.resize(padded * k);
   o.pack_rows(x, m, k, packed.data());
   const float* p = packed.data();
-  const size_t tasks = (n + kRowBlock - 1) / kRowBlock;
+  // Several tasks a thread, so that one that finishes late is not waited for long, and whole
+  // panels.
+  const size_t panels = (n + o.nr - 1) / o.nr, wanted = 8 * size_t(threads);
+  const size_t block = std::min(kRowBlock, std::max<size_t>(1, panels / wanted) * o.nr);
+  const size_t tasks = (n + block - 1) / block;
   pool(threads).run(tasks, [&, p](size_t task) {
     thread_local std::vector<float> scratch(kRowBlock * kDepthBlock);
-    o.gemm(p, m, k, w, task * kRowBlock, std::min(n, (task + 1) * kRowBlock), out, n,
-           scratch.data());
+    o.gemm(p, m, k, w, task * block, std::min(n, (task + 1) * block), out, n, scratch.data());
   });
 }
 
@@ -179,8 +182,7 @@ NB_MODULE(_weights, m) {
   });
   m.def("isa", [] { return std::string(ops("").name); });
   m.def("dequantize_f32", &dequantize_f32, "type"_a, "src"_a, "out"_a, "threads"_a, "isa"_a = "");
-  m.def("dequantize_bf16", &dequantize_bf16, "type"_a, "src"_a, "out"_a, "threads"_a,
-        "isa"_a = "");
+  m.def("dequantize_bf16", &dequantize_bf16, "type"_a, "src"_a, "out"_a, "threads"_a, "isa"_a = "");
   m.def("advise_huge", &advise_huge, "at"_a, "bytes"_a);
   m.def("release_mapped", &release_mapped, "view"_a);
   m.def("linear", &linear, "x"_a, "w"_a, "out"_a, "m"_a, "n"_a, "k"_a, "threads"_a, "isa"_a = "");

@@ -32,17 +32,28 @@ struct BlockShape {
 // {0, 0} for a type that the engine cannot read.
 constexpr BlockShape block_shape(Type type) {
   switch (type) {
-    case Type::f32: return {1, 4};
-    case Type::f16: return {1, 2};
-    case Type::bf16: return {1, 2};
-    case Type::q4_0: return {32, 18};
-    case Type::q4_1: return {32, 20};
-    case Type::q5_0: return {32, 22};
-    case Type::q5_1: return {32, 24};
-    case Type::q8_0: return {32, 34};
-    case Type::q4_k: return {256, 144};
-    case Type::q5_k: return {256, 176};
-    case Type::q6_k: return {256, 210};
+    case Type::f32:
+      return {1, 4};
+    case Type::f16:
+      return {1, 2};
+    case Type::bf16:
+      return {1, 2};
+    case Type::q4_0:
+      return {32, 18};
+    case Type::q4_1:
+      return {32, 20};
+    case Type::q5_0:
+      return {32, 22};
+    case Type::q5_1:
+      return {32, 24};
+    case Type::q8_0:
+      return {32, 34};
+    case Type::q4_k:
+      return {256, 144};
+    case Type::q5_k:
+      return {256, 176};
+    case Type::q6_k:
+      return {256, 210};
   }
   return {0, 0};
 }

@@ -9,10 +9,9 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
-#include <memory>
+#include <map>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -22,22 +21,15 @@ namespace kvproof::weights {
 
 class Pool {
  public:
-  explicit Pool(int threads) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  explicit Pool(int threads) : workers_(threads - 1) {
+    for (int i = 1; i < threads; ++i) std::thread([this] { work(); }).detach();
   }
-  ~Pool() {
-    {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
-      generation_.fetch_add(1);
-    }
-    wake_.notify_all();
-    for (auto& worker : workers_) worker.join();
-  }
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
 
   void run(size_t tasks, const std::function<void(size_t)>& f) {
     std::lock_guard one_at_a_time(run_mutex_);
-    if (workers_.empty() || tasks < 2) {
+    if (workers_ == 0 || tasks < 2) {
       for (size_t i = 0; i < tasks; ++i) f(i);
       return;
     }
@@ -75,7 +67,8 @@ class Pool {
   void work() {
     uint64_t seen = 0;
     for (;;) {
-      for (int spin = 0; spin < 2000 && generation_.load(std::memory_order_acquire) == seen; ++spin) {
+      for (int spin = 0; spin < 2000 && generation_.load(std::memory_order_acquire) == seen;
+           ++spin) {
         pause();
       }
       bool enter;
@@ -86,7 +79,6 @@ class Pool {
           wake_.wait(lock, [&] { return generation_.load() != seen; });
           sleeping_.fetch_sub(1);
         }
-        if (stop_) return;
         seen = generation_.load();
         enter = open_;
         if (enter) inside_.fetch_add(1);
@@ -98,7 +90,7 @@ class Pool {
     }
   }
 
-  std::vector<std::thread> workers_;
+  const int workers_;
   std::mutex run_mutex_, mutex_;
   std::condition_variable wake_;
   std::atomic<uint64_t> generation_{0};
@@ -106,27 +98,23 @@ class Pool {
   std::atomic<int> inside_{0}, sleeping_{0};
   const std::function<void(size_t)>* f_ = nullptr;
   size_t tasks_ = 0;
-  bool open_ = false, stop_ = false;
+  bool open_ = false;
 };
 
-// The process's pool; made anew after a fork (whose child has none of its parent's threads) and
-// when another number of threads is asked for.
+// The process's pool of that many threads. Pools live as long as the process, since another thread
+// may be using one, and are made anew after a fork, whose child has none of its parent's threads.
 inline Pool& pool(int threads) {
   static std::mutex mutex;
-  static Pool* current = nullptr;
+  static std::map<int, Pool*> pools;
   static pid_t owner = 0;
-  static int size = 0;
   std::lock_guard lock(mutex);
   if (owner != getpid()) {
-    current = nullptr;  // the parent's: its threads do not exist here, so it cannot be joined
+    pools.clear();
     owner = getpid();
   }
-  if (!current || size != threads) {
-    delete current;
-    current = new Pool(threads);
-    size = threads;
-  }
-  return *current;
+  Pool*& found = pools[threads];
+  if (!found) found = new Pool(threads);
+  return *found;
 }
 
 }  // namespace kvproof::weights
