@@ -649,8 +649,11 @@ def _true_attention(exam: Examination, case: Case, arrays: Arrays, got: NDArray[
     exam.most("output_error", error)
     exam.note("truth", within(error, limit), f"output error {error:.2e}, bound {limit:.1e}")
     slope = float((got * want).sum() / np.square(want).sum())
-    # Wider than for scores: key and value rows both lose some of their length.
-    exam.note("slope", bool(0.9 <= slope <= 1.1), f"output slope {slope:.4f}, within 0.9 ... 1.1")
+    # Nearest-entry codes shrink a row by its relative error, on both sides, and noise on the scores
+    # flattens the softmax: the loss of length goes with the same sum (1.0 to 1.9 times observed).
+    room = max(0.02, 3.0 * (TRUTH[key.name][1] + TRUTH[value.name][1]))
+    bounds = f"within {1 - room:.3f} ... {1 + room:.3f}"
+    exam.note("slope", bool(abs(slope - 1) <= room), f"output slope {slope:.4f}, {bounds}")
 
 
 def _merge(
