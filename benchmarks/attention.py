@@ -4,12 +4,13 @@
     python benchmarks/attention.py --prefill             # 512 queries after 8192 tokens
     python benchmarks/attention.py --formats tq4,q8_0 --shapes 32,8,128,32768 --json out.json
 
-Every round times each candidate and each torch variant once, in turn, so that a slow moment of the
-machine hits all of them. The baseline is the torch variant with the lowest median among bf16, f16
-and f32, with `enable_gqa` and with the query group folded into the query length (the faster form:
-K and V are then read once a group). The ratio is the median over rounds of baseline / candidate
-with its 95 % bootstrap interval. Our side reads the cache's row bytes in head-major order, as
-kvproof's cache holds them. Run on a quiet machine: the load average is printed and stored.
+Every round times each candidate and each torch variant once, in shuffled order, so that a slow
+moment of the machine hits all of them. The baseline is the torch variant with the lowest median
+among bf16, f16 and f32, with `enable_gqa` and with the query group folded into the query length
+(the faster form: K and V are then read once a group). The ratio is the median over rounds of
+baseline / candidate with its 95 % bootstrap interval. Our side reads the cache's row bytes in
+head-major order, as kvproof's cache holds them. Run on a quiet machine: the load average is printed
+and stored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from kvproof.stats import interleaved_ratio
 DECODE = "32,8,128,32768;4,1,256,32768;8,1,512,32768"
 PREFILL = "32,8,128,8704;4,1,256,8704;8,1,512,8704"
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-TOO_SLOW = 5.0  # times the fastest torch variant of the warm-up
+TOO_SLOW = 8.0  # times the fastest torch variant of the warm-up
+FOLDED_BF16 = "torch bf16 folded"  # the strongest baseline on a quiet machine: never left out
+REST = 0.01  # seconds
 Run = Callable[[], object]
 
 
@@ -50,6 +53,11 @@ def read_bandwidth(threads: int) -> float:
 
 
 def timed(run: Run) -> float:
+    """Seconds of one call that starts from rest.
+
+    OpenMP workers of the call before it go on spinning for a while and would take a core from it.
+    """
+    time.sleep(REST)
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -105,17 +113,20 @@ def measure(
     baselines = torch_variants(q, k, v)
     for run in runs.values():
         run()
-    warm = {label: min(timed(run), timed(run)) for label, run in baselines.items()}
+    warm = {label: min(timed(run) for _ in range(3)) for label, run in baselines.items()}
     fastest = min(warm.values())
-    slow = [label for label, t in warm.items() if t > TOO_SLOW * fastest]
+    slow = [n for n, t in warm.items() if t > TOO_SLOW * fastest and n != FOLDED_BF16]
     for label in slow:  # never the best one, and they would take most of the time
         print(f"not timed further: {label}, {warm[label] * 1e3:.1f} ms", file=sys.stderr)
         del baselines[label]
     runs |= baselines
     times: dict[str, list[float]] = {label: [] for label in runs}
+    order = list(runs)
+    shuffle = np.random.default_rng(0).shuffle  # nobody always follows the same neighbour
     for _ in range(rounds):
-        for label, run in runs.items():
-            times[label].append(timed(run))
+        shuffle(order)
+        for label in order:
+            times[label].append(timed(runs[label]))
     best = min(baselines, key=lambda label: float(np.median(times[label])))
     table = []
     for label, t in times.items():
