@@ -13,7 +13,7 @@ until `evict`. `nbytes` is the size of the buffers as allocated, `used_bytes` of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvproof import backends
 from kvproof.errors import RequestError
 from kvproof.formats import Format
 from kvproof.formats import get as get_format
+from kvproof.geometry import index_ranges
 
 if TYPE_CHECKING:
     from kvproof.backends import Backend
@@ -266,7 +267,7 @@ class KVCache:
         owners = [layer for layer in geometry.layers if layer.shares_kv_with is None]
         unknown = sorted(set(chosen) - {layer.index for layer in owners})
         if unknown:
-            raise RequestError(f"layers {_ranges(unknown)}: own no cache, so take no format")
+            raise RequestError(f"layers {index_ranges(unknown)}: own no cache, so take no format")
         pairs = {
             layer.index: [get_format(name) for name in chosen.get(layer.index, (key, value))]
             for layer in owners
@@ -285,7 +286,7 @@ class KVCache:
                     problems.setdefault(problem, []).append(layer.index)
         if problems:
             raise RequestError(
-                "; ".join(f"layer {_ranges(at)}: {what}" for what, at in problems.items())
+                "; ".join(f"layer {index_ranges(at)}: {what}" for what, at in problems.items())
                 + "; choose a format that fits (kvproof formats lists them)"
             )
         own: dict[int, LayerCache] = {}
@@ -337,14 +338,3 @@ class KVCache:
     def witness(self) -> list[dict[str, int]]:
         """Per layer, the kernels that ran and how often; a sharing layer shows its owner's."""
         return [dict(layer.calls) for layer in self._layers]
-
-
-def _ranges(indices: Iterable[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for i in indices:
-        if runs and i == runs[-1][-1] + 1:
-            runs[-1][1:] = [i]
-        else:
-            runs.append([i])
-    return ", ".join("-".join(map(str, run)) for run in runs)

@@ -8,8 +8,10 @@ for by name could not be run or is only diagnostic.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +53,9 @@ Threads = Annotated[
 def main() -> NoReturn:
     """Entry point: errors become one line and an exit code, never a traceback."""
     # Typer carries click or a copy of it, by version: its exports lead to the base classes.
+    # Read by libgomp when torch is imported. Threads that spin at barriers burn the time of those
+    # they wait for as soon as the machine is busy.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     usage_error: Any = typer.BadParameter.__mro__[1]
     click_error: Any = typer.BadParameter.__mro__[2]
     try:
@@ -119,7 +124,15 @@ def _progress(quiet: bool = False) -> Iterator[Callable[[str], None]]:
     if quiet:
         yield lambda _: None
     elif not console.is_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
+        last = -10.0
+
+        def line(text: str) -> None:  # a log should grow by the step, not by the case
+            nonlocal last
+            if time.monotonic() - last >= 2:
+                last = time.monotonic()
+                print(text, file=sys.stderr, flush=True)
+
+        yield line
     else:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
@@ -217,7 +230,7 @@ def inspect(
     json_: Json = False,
 ) -> None:
     """Layers by shape, and the bytes of a cache in every format."""
-    from kvproof.geometry import inspect_model
+    from kvproof.geometry import index_ranges, inspect_model
 
     document = inspect_model(_resolve(model), context, _size(memory) if memory else None)
     if json_:
@@ -234,7 +247,7 @@ def inspect(
         shape,
         [
             (
-                _ranges(g["layers"]),
+                index_ranges(g["layers"]),
                 g["num_heads"],
                 g["num_kv_heads"],
                 f"{g['head_dim_k']}/{g['head_dim_v']}",
@@ -246,7 +259,12 @@ def inspect(
         ],
     )
     owning = [g for g in groups if g["owns_cache"]]
-    columns = ["format", *(f"each of {_ranges(g['layers'])}" for g in owning), "total", "of f16"]
+    columns = [
+        "format",
+        *(f"each of {index_ranges(g['layers'])}" for g in owning),
+        "total",
+        "of f16",
+    ]
     columns += ["saved by windows", "by sharing", "in kvproof", *(["longest"] if memory else [])]
     rows = []
     for name, total in document["bytes"].items():
@@ -271,17 +289,6 @@ def inspect(
         typer.echo(f"not in the file, default used: {field} = {value}")
     for note in document["source"]["notes"]:
         typer.echo(note)
-
-
-def _ranges(indices: Sequence[int]) -> str:
-    """0-4, 6-10, 12: consecutive indices drawn together."""
-    parts: list[list[int]] = []
-    for i in indices:
-        if parts and i == parts[-1][1] + 1:
-            parts[-1][1] = i
-        else:
-            parts.append([i, i])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
 
 
 @app.command()
@@ -718,8 +725,6 @@ def run(
     json_: Json = False,
 ) -> None:
     """Continue a text, greedily, with the cache held in the named formats."""
-    import time
-
     from kvproof import backends
     from kvproof.formats import get
 

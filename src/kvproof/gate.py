@@ -7,6 +7,7 @@ on purpose: each must fail by the rules that it names, or the gate itself has FA
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -394,6 +395,9 @@ def verify_evidence(
     named = backend_registry.names() if backends in ("all", ["all"], ("all",)) else backends
     names = [named] if isinstance(named, str) else list(dict.fromkeys(named))
 
+    for name in names:
+        with contextlib.suppress(Refused):  # becomes NOT_RUN below; an unknown name ends here
+            backend_registry.get(name)
     done = _fixture_records(wanted, checks, fixtures, say)
     for name in names:
         try:

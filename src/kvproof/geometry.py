@@ -16,7 +16,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -935,6 +935,17 @@ def _from_plain_config(f: _Fields, arch: str) -> Geometry:
         layer = types.index("sliding_attention")
         f.fail("sliding_window", f"missing or off, but layer_types says that layer {layer} slides")
     return _build(f, arch, types, [(heads, kv_heads, width)] * count, window, 0, None)
+
+
+def index_ranges(indices: Iterable[int]) -> str:
+    """Layer indices in ascending order as text: [0, 1, 2, 5] is "0-2, 5"."""
+    runs: list[list[int]] = []
+    for i in indices:
+        if runs and i == runs[-1][-1] + 1:
+            runs[-1][1:] = [i]
+        else:
+            runs.append([i])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 class _CallableModule(ModuleType):

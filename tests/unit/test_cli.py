@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvproof import cli
+from kvproof.geometry import index_ranges
 from kvproof.gguf import write_gguf
 
 
@@ -149,7 +150,7 @@ def test_sizes_and_durations() -> None:
     assert cli._duration("5m") == 300
     assert cli._duration("90") == 90
     assert cli._duration("0.5h") == 1800
-    assert cli._ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert index_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
 def test_merge_keeps_good_records_and_names_bad_lines(kv, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvproof import formats, rotation
+import kvproof.formats as formats
+from kvproof import rotation
 from kvproof.errors import RequestError
 from kvproof.formats import Format
 
@@ -111,12 +112,12 @@ class ReferenceBackend:
         scores = np.where(visible(n_q, n_kv, causal, window)[:, None, :], scores, -np.inf)
         weights = softmax(scores)
         rows = fv.decode_rotated(np.asarray(v_blocks), 1.0 if v_scale is None else v_scale)
-        out = np.einsum(
-            "qht,thd->qhd", weights, np.repeat(rows, heads // kv_heads, 1), optimize=True
-        )
-        if fv.spin:
-            out = np.matmul(out, fv.spin.matrix(out.shape[-1]))
-        return out
+        shared = np.repeat(rows, heads // kv_heads, axis=1)
+        out: NDArray[np.float64] = np.einsum("qht,thd->qhd", weights, shared, optimize=True)
+        if fv.spin is None:
+            return out
+        plain: NDArray[np.float64] = out @ fv.spin.matrix(out.shape[-1])
+        return plain
 
 
 def visible(n_q: int, n_kv: int, causal: bool, window: int | None) -> NDArray[np.bool_]:

@@ -24,6 +24,7 @@ from kvproof.decision import BASELINE, Candidate, Decision, Policy, decide
 from kvproof.errors import Refused, RequestError
 from kvproof.evidence import Environment, Evidence, GatePass, Outcome, Store, utc_now
 from kvproof.formats import get as get_format
+from kvproof.geometry import index_ranges
 
 if TYPE_CHECKING:
     from kvproof.backends import Backend
@@ -120,15 +121,7 @@ def candidates(geometry: Geometry, policy: Policy, backend: Backend) -> dict[Can
 
 
 def _layers(indices: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` -> `layers 0-2, 5`."""
-    runs: list[list[int]] = []
-    for i in sorted(indices):
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"layer{'s' if len(indices) > 1 else ''} {text}"
+    return f"layer{'s' if len(indices) > 1 else ''} {index_ranges(sorted(indices))}"
 
 
 def default_text() -> str:
@@ -889,10 +882,6 @@ def decide_model(
     that passed the gate is timed, whatever its quality. RequestError and Refused as the parts
     raise them.
     """
-    # Read by libgomp when torch is imported. Threads that spin at barriers burn the time of the
-    # threads they wait for as soon as the machine is busy: SmolLM2-135M, 64 tokens, 2 cores at load
-    # 5: 1.9 s spinning, 0.3 s sleeping; no difference was seen on an idle machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from kvproof import backends
     from kvproof.engines.transformers import load
     from kvproof.geometry import geometry as read_geometry

@@ -75,7 +75,7 @@ def quality_against_bytes(rows: Sequence[Row], bound: float) -> Markup | None:
     x_max = max(0.6, math.ceil(10 * max(r["share"] for r in points)) / 10)
 
     def x(share: float) -> float:
-        return LEFT + share / x_max * (WIDTH - LEFT - RIGHT)
+        return float(LEFT + share / x_max * (WIDTH - LEFT - RIGHT))
 
     def y(kld: float) -> float:
         inner = HEIGHT - TOP - BOTTOM
@@ -148,7 +148,7 @@ def speed_against_depth(rows: Sequence[Row], phase: str, least: float) -> Markup
         return LEFT + 30 + (math.log2(depth) - first) / (last - first) * (right - LEFT - 60)
 
     def y(ratio: float) -> float:
-        return height - BOTTOM - (ratio - low) / (high - low) * (height - TOP - BOTTOM)
+        return float(height - BOTTOM - (ratio - low) / (high - low) * (height - TOP - BOTTOM))
 
     parts = [
         f'<rect x="{LEFT}" y="{TOP}" width="{right - LEFT}" height="{y(least) - TOP:.1f}" '
