@@ -258,6 +258,11 @@ def test_bfloat16_models_keep_their_weights_and_compute_in_float32(hf):
     got = model.forward(ids, cache)
     # Gemma rounds its embedding scale to the weights' type; exact float32 does not.
     assert distance(got, want) < F16
+    torch.set_num_threads(8)
+    with packed.torch_threads(model.hf):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 8
+    torch.set_num_threads(1)
     assert {p.dtype for n, p in model.hf.named_parameters() if "_proj." in n} == {torch.bfloat16}
 
 

@@ -118,7 +118,9 @@ class Model:
         """One forward of the model: logits `[keep or all, vocab]`."""
         import torch
 
-        with torch.inference_mode():
+        from kvproof.engines.packed import torch_threads
+
+        with torch.inference_mode(), torch_threads(self.hf):
             seen = cache.kv.length
             out = self.hf(
                 input_ids=torch.tensor([list(ids)]),
