@@ -4,7 +4,6 @@ Skipped where a model is not in the local cache (`kvproof fetch NAME` brings it)
 """
 
 import json
-import resource
 import subprocess
 import sys
 import urllib.request
@@ -112,9 +111,9 @@ def test_token_ids_equal_llama_cpp(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_load_is_fast_and_small(name):
-    """Load below 8 s of processor time, peak memory below 2.5 x the bf16 weights (and the import).
+    """Load below 8 s of processor time, peak memory (imports included) below 2.5 x the weights.
 
-    Processor time of the slowest thread, since the machine that runs the tests is shared.
+    Processor time of the main thread, which is the slowest, since the machine that runs the tests is shared.
     """
     script = (
         "import sys, time, resource; from kvproof.engines.transformers import load;"
@@ -132,7 +131,6 @@ def test_load_is_fast_and_small(name):
     assert seconds < 8
     if name == "gemma-3-270m":  # the smaller model is dwarfed by torch and transformers themselves
         assert peak < 2.5 * BF16_BYTES[name]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
 
 
 @pytest.mark.parametrize("prompt", ["The capital of France is", "def fibonacci(n):"])
