@@ -113,7 +113,7 @@ def test_token_ids_equal_llama_cpp(name):
 def test_load_is_fast_and_small(name):
     """Load below 8 s of processor time, peak memory (imports included) below 2.5 x the weights.
 
-    Processor time of the main thread, which is the slowest, since the machine that runs the tests is shared.
+    Processor time of the main thread (the slowest): the machine that runs the tests is shared.
     """
     script = (
         "import sys, time, resource; from kvproof.engines.transformers import load;"
