@@ -404,17 +404,23 @@ def verify(
     format_: Annotated[
         list[str] | None, typer.Option("--format", help="Only this format; may be repeated.")
     ] = None,
+    evidence: Annotated[
+        Path | None, typer.Option(help="Evidence file (JSON Lines) to add the records to.")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Hold every kernel to the reference; exit code 0 only if all passed."""
     from kvproof import backends, gate
-    from kvproof.evidence import Outcome, aggregate, exit_code
+    from kvproof.evidence import Outcome, Store, aggregate, exit_code
 
     names = backends.names() if backend == "all" else (backend,)
     with _progress() as tell:
-        results = gate.verify(
+        records = gate.verify_evidence(
             names, checks=check, fixtures=fixtures, formats=format_, progress=tell
         )
+    if evidence is not None:
+        Store(evidence).append(*records)
+    results = [gate.row(e) for e in records]
     outcome = aggregate(Outcome(r["outcome"]) for r in results)
     if json_:
         _print_json({"outcome": str(outcome), "results": results})
