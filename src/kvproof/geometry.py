@@ -12,6 +12,7 @@ states one, and is recorded in `Geometry.source`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import reprlib
@@ -351,7 +352,7 @@ def inspect_model(
         "source": {
             "path": str(g.source.path),
             "kind": g.source.kind,
-            "fields": dict(g.source.fields),
+            "fields": {name: _plain(value) for name, value in g.source.fields.items()},
             "defaults": dict(g.source.defaults),
             "notes": list(g.source.notes),
         },
@@ -390,6 +391,16 @@ def inspect_model(
             document["max_context"][row.name] = fit.tokens
             document["max_context_capped"][row.name] = fit.capped
     return document
+
+
+def _plain(value: Any) -> Any:
+    """A field as JSON holds it: what JSON has no number or type for becomes text."""
+    if isinstance(value, list):
+        return [_plain(x) for x in value]
+    if isinstance(value, dict):
+        return {name: _plain(x) for name, x in value.items()}
+    number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return value if number or isinstance(value, str | None) else repr(value)
 
 
 class _Fields:

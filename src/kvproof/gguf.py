@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import reprlib
 import struct
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -215,6 +216,52 @@ class GGUF:
         if self._map is None:
             raise RequestError(f"{self.path}: the file has been closed")
         return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
+
+    # Metadata of the kind that a reader needs; None if the key is absent, RequestError if it holds
+    # something else. `metadata` itself has whatever the file says.
+
+    def text(self, key: str) -> str | None:
+        """A string."""
+        return self._checked(key, "a string", lambda v: isinstance(v, str))
+
+    def flag(self, key: str) -> bool | None:
+        """True or false."""
+        return self._checked(key, "true or false", lambda v: type(v) is bool)
+
+    def whole(self, key: str, low: int, high: int) -> int | None:
+        """An integer in low..high."""
+        return self._checked(
+            key,
+            f"a whole number from {low} to {high}",
+            lambda v: type(v) is int and low <= v <= high,
+        )
+
+    def positive(self, key: str) -> float | None:
+        """A finite number above zero."""
+        value = self._checked(
+            key,
+            "a positive number",
+            lambda v: type(v) in (int, float) and 0 < v < math.inf,
+        )
+        return None if value is None else float(value)
+
+    def strings(self, key: str) -> StringArray | None:
+        """An array of strings."""
+        return self._checked(key, "an array of strings", lambda v: isinstance(v, StringArray))
+
+    def numbers(self, key: str, count: int) -> NDArray[Any] | None:
+        """An array of `count` numbers."""
+        return self._checked(
+            key,
+            f"an array of {count} numbers",
+            lambda v: isinstance(v, np.ndarray) and v.shape == (count,),
+        )
+
+    def _checked(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+        value = self.metadata.get(key)
+        if value is not None and not fits(value):
+            self._fail(key, expected, reprlib.repr(value))
+        return value
 
     # --- parsing ----------------------------------------------------------------------------------
 

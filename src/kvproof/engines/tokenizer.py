@@ -48,24 +48,26 @@ class Tokenizer:
     """Text to ids and back. `bos`, `eos` are ids or None; `add_bos` is what the header asks for."""
 
     def __init__(self, file: GGUF) -> None:
-        meta = file.metadata
-        tokens = meta.get("tokenizer.ggml.tokens")
+        tokens = file.strings("tokenizer.ggml.tokens")
         if tokens is None:
             raise RequestError(
                 f"{file.path}: tokenizer.ggml.tokens is missing: no tokenizer inside"
             )
-        words: list[str] = list(tokens)
-        types = np.asarray(meta.get("tokenizer.ggml.token_type", np.ones(len(words))), np.int64)
-        if len(types) != len(words):
+        words = tokens.tolist()
+        kinds = file.numbers("tokenizer.ggml.token_type", len(words))
+        types = np.full(len(words), NORMAL) if kinds is None else kinds.astype(np.int64)
+        strange = np.flatnonzero((types < NORMAL) | (types > BYTE))
+        if len(strange):
+            at = int(strange[0])
             raise RequestError(
-                f"{file.path}: tokenizer.ggml.token_type: expected {len(words)} entries, "
-                f"found {len(types)}"
+                f"{file.path}: tokenizer.ggml.token_type[{at}]: expected {NORMAL} to {BYTE}, found "
+                f"{types[at]}"
             )
         self.vocab_size = len(words)
         self.bos = _token_id(file, "bos", len(words))
         self.eos = _token_id(file, "eos", len(words))
-        self.chat_template: str | None = meta.get("tokenizer.chat_template")
-        model = meta.get("tokenizer.ggml.model")
+        self.chat_template = file.text("tokenizer.chat_template")
+        model = file.text("tokenizer.ggml.model")
         if model == "llama":
             self._words: _Words = _SentencePiece(file, words, types)
         elif model == "gpt2":
@@ -74,8 +76,9 @@ class Tokenizer:
             raise RequestError(
                 f"{file.path}: tokenizer.ggml.model {model!r} is not supported (llama, gpt2)"
             )
+        add_bos = file.flag("tokenizer.ggml.add_bos_token")
         # llama.cpp's defaults where the header says nothing.
-        self.add_bos = bool(meta.get("tokenizer.ggml.add_bos_token", model == "llama"))
+        self.add_bos = model == "llama" if add_bos is None else add_bos
         self._special = {words[i]: int(i) for i in np.flatnonzero(types == CONTROL)}
         self._control = set(self._special.values())
         self._lengths = sorted({len(w) for w in self._special}, reverse=True)
@@ -134,23 +137,17 @@ class Tokenizer:
 
 
 def _token_id(file: GGUF, name: str, count: int) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    value = file.metadata.get(key)
-    if value is None:
-        return None
-    if not 0 <= int(value) < count:
-        raise RequestError(f"{file.path}: {key}: {value} is not one of {count} tokens")
-    return int(value)
+    return file.whole(f"tokenizer.ggml.{name}_token_id", 0, count - 1)
 
 
 class _SentencePiece:
     def __init__(self, file: GGUF, words: list[str], types: Any) -> None:
         import sentencepiece
 
-        meta = file.metadata
-        scores = meta.get("tokenizer.ggml.scores")
-        if scores is None or len(scores) != len(words):
+        scores = file.numbers("tokenizer.ggml.scores", len(words))
+        if scores is None:
             raise RequestError(f"{file.path}: tokenizer.ggml.scores: expected {len(words)} entries")
+        space_prefix = file.flag("tokenizer.ggml.add_space_prefix")
         unknown = _token_id(file, "unknown", len(words))
         if unknown is None:
             found = np.flatnonzero(types == UNKNOWN)
@@ -165,11 +162,14 @@ class _SentencePiece:
         longest_first = sorted(self._spaced, key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         self._model = sentencepiece.SentencePieceProcessor()
-        self._model.LoadFromSerializedProto(
-            _model_proto(
-                words, scores, kinds, bool(meta.get("tokenizer.ggml.add_space_prefix", True))
-            )
-        )
+        proto = _model_proto(words, scores, kinds, space_prefix is not False)
+        try:
+            self._model.LoadFromSerializedProto(proto)
+        except RuntimeError as error:  # a doubled or empty token, no byte tokens, two unknowns
+            raise RequestError(
+                f"{file.path}: tokenizer.ggml.tokens make no tokenizer: "
+                f"{str(error).removeprefix('INTERNAL: ')}"
+            ) from error
 
     def ids(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -223,7 +223,7 @@ class _ByteLevel:
         from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Rust
 
-        merges = file.metadata.get("tokenizer.ggml.merges")
+        merges = file.strings("tokenizer.ggml.merges")
         if merges is None:
             raise RequestError(f"{file.path}: tokenizer.ggml.merges is missing (gpt2 tokenizer)")
         pairs = []
@@ -233,7 +233,7 @@ class _ByteLevel:
             if cut < 0:
                 raise RequestError(f"{file.path}: tokenizer.ggml.merges: {merge!r} is not a pair")
             pairs.append((merge[:cut], merge[cut + 1 :]))
-        pre = file.metadata.get("tokenizer.ggml.pre", "default")
+        pre = file.text("tokenizer.ggml.pre") or "default"
         splits: list[Any]
         if pre in _GPT2:
             splits = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvproof.cache import KVCache
 from kvproof.errors import RequestError
-from kvproof.geometry import Geometry, model_file
+from kvproof.geometry import MAX_SIZE, Geometry, model_file
 from kvproof.geometry import geometry as read_geometry
 from kvproof.gguf import GGUF
 
@@ -240,6 +240,11 @@ def _load_gguf(path: Path) -> Model:
         geometry = read_geometry(path)
         tokenizer = Tokenizer(file)
         hf = _build(file, geometry)
+        if tokenizer.vocab_size != hf.config.vocab_size:
+            raise RequestError(
+                f"{path}: tokenizer.ggml.tokens has {tokenizer.vocab_size} tokens, tensor "
+                f"'token_embd.weight' {hf.config.vocab_size} rows"
+            )
     eos = frozenset() if tokenizer.eos is None else frozenset({tokenizer.eos})
     return Model(hf, geometry, tokenizer, eos)
 
@@ -271,50 +276,63 @@ _GEMMA3_BLOCK = {
 
 def _common(file: GGUF, geometry: Geometry) -> dict[str, Any]:
     """Config fields that every architecture has."""
-    arch, meta, layers = geometry.architecture, file.metadata, geometry.layers
+    arch, layers = geometry.architecture, geometry.layers
     heads = {(x.num_heads, x.num_kv_heads, x.head_dim_k, x.head_dim_v) for x in layers}
     if len(heads) != 1 or layers[0].head_dim_k != layers[0].head_dim_v:
         raise RequestError(f"{file.path}: {arch}: layers of different shapes cannot be run here")
-    if meta.get(f"{arch}.expert_count"):
+    if layers[0].head_dim_k % 2:
+        raise RequestError(
+            f"{file.path}: {arch}: head_dim {layers[0].head_dim_k} is odd: rotary positions turn "
+            "pairs of values"
+        )
+    if file.whole(f"{arch}.expert_count", 0, MAX_SIZE):
         raise RequestError(f"{file.path}: {arch}.expert_count: mixtures of experts cannot be run")
+    embedding = file.tensors["token_embd.weight"]
+    if len(embedding.shape) != 2 or 0 in embedding.shape:
+        raise RequestError(
+            f"{file.path}: tensor 'token_embd.weight': expected a matrix, found shape "
+            f"{list(embedding.shape)}"
+        )
+    vocab = embedding.shape[1]
 
-    def need(name: str) -> Any:
-        value = meta.get(f"{arch}.{name}")
+    def need(name: str, value: Any) -> Any:
         if value is None:
             raise RequestError(f"{file.path}: {arch}.{name} is missing")
         return value
 
+    def whole(name: str) -> Any:
+        return need(name, file.whole(f"{arch}.{name}", 1, MAX_SIZE))
+
+    def token(name: str) -> int | None:
+        return file.whole(f"tokenizer.ggml.{name}_token_id", 0, vocab - 1)
+
+    epsilon = "attention.layer_norm_rms_epsilon"
     return {
-        "vocab_size": file.tensors["token_embd.weight"].shape[-1],
-        "hidden_size": int(need("embedding_length")),
-        "intermediate_size": int(need("feed_forward_length")),
+        "vocab_size": vocab,
+        "hidden_size": whole("embedding_length"),
+        "intermediate_size": whole("feed_forward_length"),
         "num_hidden_layers": len(layers),
         "num_attention_heads": layers[0].num_heads,
         "num_key_value_heads": layers[0].num_kv_heads,
         "head_dim": layers[0].head_dim_k,
-        "max_position_embeddings": int(geometry.context_length or need("context_length")),
-        "rms_norm_eps": float(need("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": need("context_length", geometry.context_length),
+        "rms_norm_eps": need(epsilon, file.positive(f"{arch}.{epsilon}")),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": _optional_id(meta.get("tokenizer.ggml.bos_token_id")),
-        "eos_token_id": _optional_id(meta.get("tokenizer.ggml.eos_token_id")),
-        "pad_token_id": _optional_id(meta.get("tokenizer.ggml.padding_token_id")),
+        "bos_token_id": token("bos"),
+        "eos_token_id": token("eos"),
+        "pad_token_id": token("padding"),
     }
-
-
-def _optional_id(value: Any) -> int | None:
-    return None if value is None else int(value)
 
 
 def _rope(file: GGUF, arch: str, default: float) -> dict[str, Any]:
     """Rotary parameters of the global layers."""
-    meta = file.metadata
-    kind = meta.get(f"{arch}.rope.scaling.type", "none")
+    kind = file.text(f"{arch}.rope.scaling.type") or "none"
     rope = {
         "rope_type": "default",
-        "rope_theta": float(meta.get(f"{arch}.rope.freq_base", default)),
+        "rope_theta": file.positive(f"{arch}.rope.freq_base") or default,
     }
     if kind == "linear":
-        factor = float(meta.get(f"{arch}.rope.scaling.factor", 1.0))
+        factor = file.positive(f"{arch}.rope.scaling.factor") or 1.0
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind != "none":
         raise RequestError(
@@ -335,15 +353,15 @@ def _llama(file: GGUF, geometry: Geometry) -> tuple[Any, Callable[[Any], Any]]:
 def _gemma3(file: GGUF, geometry: Geometry) -> tuple[Any, Callable[[Any], Any]]:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
 
-    layers, meta = geometry.layers, file.metadata
+    layers = geometry.layers
     scale = geometry.attention_scale or layers[0].head_dim_k ** -0.5
-    local = float(meta.get("gemma3.rope.freq_base_swa", 10000.0))
+    local = file.positive("gemma3.rope.freq_base_swa") or 10000.0
     config = Gemma3TextConfig(
         **_common(file, geometry),
         query_pre_attn_scalar=round(scale**-2),
         sliding_window=next((x.window for x in layers if x.window), None),
         layer_types=["sliding_attention" if x.window else "full_attention" for x in layers],
-        final_logit_softcapping=meta.get("gemma3.final_logit_softcapping"),
+        final_logit_softcapping=file.positive("gemma3.final_logit_softcapping"),
         rope_parameters={
             "full_attention": _rope(file, "gemma3", 1_000_000.0),
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
@@ -456,6 +474,12 @@ def _fill(
     hf.model.rotary_emb = type(hf.model.rotary_emb)(config)  # its buffers were made without memory
     factors = file.tensors.get(_ROPE_FACTORS)
     if factors is not None:
+        expected = hf.model.rotary_emb.inv_freq.shape
+        if factors.shape != tuple(expected):
+            raise RequestError(
+                f"{file.path}: tensor {_ROPE_FACTORS!r}: expected shape {list(expected)}, found "
+                f"{list(factors.shape)}"
+            )
         hf.model.rotary_emb.inv_freq /= read_tensor(file, factors, torch.float32)
     return hf.eval()
 
