@@ -7,6 +7,7 @@ for by name could not be run or is only diagnostic.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -58,8 +59,13 @@ def main() -> NoReturn:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     usage_error: Any = typer.BadParameter.__mro__[1]
     click_error: Any = typer.BadParameter.__mro__[2]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 gets escapes
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(prog_name="kvproof", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except RequestError as error:
         _fail(str(error), 2)
     except Refused as error:
@@ -77,18 +83,43 @@ def main() -> NoReturn:
     except (typer.Abort, KeyboardInterrupt):
         _fail("stopped; finished measurements are kept, the same command goes on from there", 130)
     except BrokenPipeError:  # `kvproof ... | head`
-        sys.stderr.close()
-        sys.exit(0)
+        _discard_output()
+        sys.exit(128 + 13)  # as if stopped by SIGPIPE
+    except OSError as error:
+        _discard_output()
+        _fail(f"{error.filename or 'standard output'}: {error.strerror or error}", 2)
+    except MemoryError as error:
+        _fail(f"not enough memory: {error}; ask for less, or close other programs", 3)
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _discard_output() -> None:
+    """What is still buffered has nowhere to go; Python would complain about it at exit."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"kvproof: {' '.join(message.split())}", file=sys.stderr)
+    _say(f"kvproof: {' '.join(message.split())}", err=True)
     sys.exit(code)
 
 
+# Control characters but tab and line feed, marks that turn the direction of text, and halves of
+# characters: names in model files must not steer the terminal.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def _safe(text: str) -> str:
+    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def _say(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Text for a person, whatever it came from."""
+    typer.echo(_safe(text), err=err, nl=nl)
+
+
 def _print_json(document: Any) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(document, indent=2, allow_nan=False))
 
 
 def _table(
@@ -100,7 +131,7 @@ def _table(
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    body = [[escape(str(cell)) for cell in row] for row in rows]
+    body = [[escape(_safe(str(cell))) for cell in row] for row in rows]
     for i, column in enumerate(columns):
         numeric = bool(body) and all(
             re.match(r"[-+]?[\d.]", row[i]) or row[i] in "-" for row in body
@@ -118,6 +149,7 @@ def _table(
 def _progress(quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A spinner with the current step and the time it has taken, on stderr; lines when piped."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
@@ -130,20 +162,21 @@ def _progress(quiet: bool = False) -> Iterator[Callable[[str], None]]:
             nonlocal last
             if time.monotonic() - last >= 2:
                 last = time.monotonic()
-                print(text, file=sys.stderr, flush=True)
+                _say(text, err=True)
 
         yield line
     else:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("")
-            yield lambda text: progress.update(task, description=text.replace("[", r"\["))
+            yield lambda text: progress.update(task, description=escape(_safe(text)))
 
 
 @contextmanager
 def _fetch_progress() -> Iterator[Callable[[Any], Any]]:
     """A bar for downloads and checks on stderr; licence notices are printed above it."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     console = Console(stderr=True)
@@ -151,9 +184,9 @@ def _fetch_progress() -> Iterator[Callable[[Any], Any]]:
 
     def say(p: Any) -> bool:
         if p.step == "licence":
-            console.print(p.text, markup=False, highlight=False)
+            console.print(_safe(p.text), markup=False, highlight=False)
         elif not console.is_terminal and (p.step, p.text) not in seen:
-            console.print(f"{p.step}: {p.text}", markup=False, highlight=False)
+            console.print(_safe(f"{p.step}: {p.text}"), markup=False, highlight=False)
         seen.add((p.step, p.text))
         return console.is_terminal and p.step != "licence"
 
@@ -166,7 +199,7 @@ def _fetch_progress() -> Iterator[Callable[[Any], Any]]:
 
         def report(p: Any) -> None:
             if say(p):
-                text = f"{p.step}: {p.text}".replace("[", r"\[")
+                text = escape(_safe(f"{p.step}: {p.text}"))
                 progress.update(task, description=text, completed=p.done, total=p.total or None)
 
         yield report
@@ -180,9 +213,12 @@ def _resolve(model: str) -> Path:
         return models.resolve(model, report)
 
 
+_NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
+
+
 def _duration(text: str) -> float:
     """Seconds of "90", "90s", "5m" or "1h"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)?", text.strip())
+    match = re.fullmatch(rf"({_NUMBER})\s*(s|m|h)?", text.strip(), re.ASCII)
     if not match or float(match[1]) <= 0:
         raise RequestError(f"--budget {text!r}: not a duration; write for example 90s, 5m or 1h")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[match[2]]
@@ -190,7 +226,7 @@ def _duration(text: str) -> float:
 
 def _size(text: str) -> int:
     """Bytes of "8GiB", "500MB", "123456"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(rf"({_NUMBER})\s*([kMGT]i?)?B?", text.strip(), re.IGNORECASE | re.ASCII)
     if not match or float(match[1]) <= 0:
         raise RequestError(f"--memory {text!r}: not a size; write for example 8GiB or 500MB")
     unit = (match[2] or "").lower()
@@ -215,9 +251,9 @@ def fetch(
     if json_:
         _print_json({"path": str(result.path), "sha256": result.sha256, "license": result.license})
     else:
-        typer.echo(f"{result.path}\nsha256 {result.sha256}\nlicence: {result.license}")
+        _say(f"{result.path}\nsha256 {result.sha256}\nlicence: {result.license}")
         if result.notice:
-            typer.echo(f"licence text: {result.notice}")
+            _say(f"licence text: {result.notice}")
 
 
 @app.command()
@@ -232,12 +268,14 @@ def inspect(
     """Layers by shape, and the bytes of a cache in every format."""
     from kvproof.geometry import index_ranges, inspect_model
 
-    document = inspect_model(_resolve(model), context, _size(memory) if memory else None)
+    document = inspect_model(
+        _resolve(model), context, _size(memory) if memory is not None else None
+    )
     if json_:
         _print_json(document)
         return
     groups = document["groups"]
-    typer.echo(
+    _say(
         f"{document['architecture']}, {len(document['layers'])} layers, trained for "
         f"{document['context_length'] or '?'} tokens; cache at {document['context']:,} tokens"
     )
@@ -265,7 +303,12 @@ def inspect(
         "total",
         "of f16",
     ]
-    columns += ["saved by windows", "by sharing", "in kvproof", *(["longest"] if memory else [])]
+    columns += [
+        "saved by windows",
+        "by sharing",
+        "in kvproof",
+        *(["longest"] if memory is not None else []),
+    ]
     rows = []
     for name, total in document["bytes"].items():
         if total is None:
@@ -274,26 +317,28 @@ def inspect(
         row = [name, *(_mib(per_layer[g["layers"][0]]) for g in owning), _mib(total)]
         row += [f"{total / document['bytes']['f16']:.1%}", _mib(saved["windows"])]
         row += [_mib(saved["sharing"]), _mib(document["bytes_exact"][name])]
-        if memory:
+        if memory is not None:
             mark = "+" if document["max_context_capped"][name] else ""
             row.append(f"{document['max_context'][name]:,}{mark}")
         rows.append(row)
-    typer.echo("")
+    _say("")
     title = f"MiB as llama.cpp allocates it (micro-batch {document['ubatch']})"
     _table(f'{title}; "in kvproof": its own cache, without slack', columns, rows)
-    if memory:
-        typer.echo(f"longest: tokens that fit in {memory}; + means all that the model was made for")
+    if memory is not None:
+        _say(f"longest: tokens that fit in {memory}; + means all that the model was made for")
     for name, reason in document["refused"].items():
-        typer.echo(f"refused: {name}: {reason}")
+        _say(f"refused: {name}: {reason}")
     for field, value in document["source"]["defaults"].items():
-        typer.echo(f"not in the file, default used: {field} = {value}")
+        _say(f"not in the file, default used: {field} = {value}")
     for note in document["source"]["notes"]:
-        typer.echo(note)
+        _say(note)
 
 
 @app.command()
 def formats(
-    head_dim: Annotated[int, typer.Option(min=1, help="Row width to measure at.")] = 128,
+    head_dim: Annotated[
+        int, typer.Option(min=1, max=1 << 16, help="Row width to measure at.")
+    ] = 128,
     json_: Json = False,
 ) -> None:
     """Every format: bits, error on N(0,1), and what it can hold."""
@@ -375,21 +420,21 @@ def doctor(json_: Json = False) -> None:
     if json_:
         _print_json(document)
         return
-    typer.echo(f"kvproof {__version__}")
+    _say(f"kvproof {__version__}")
     for row in rows:
         if not row["available"]:
-            typer.echo(f"{row['backend']}: no: {row['reason']}")
+            _say(f"{row['backend']}: no: {row['reason']}")
             continue
         env = row["environment"]
-        typer.echo(
+        _say(
             f"{row['backend']}: {env['device']}, instruction set {env['isa']}, "
             f"{env['threads']} threads, kernels {row['digest'][:12]}"
         )
     have = ", ".join(name for name, ok in isas().items() if ok)
     lack = ", ".join(name for name, ok in isas().items() if not ok) or "none"
-    typer.echo(f"CPU instruction sets: {have} (not on this machine: {lack})")
+    _say(f"CPU instruction sets: {have} (not on this machine: {lack})")
     for part, version in parts.items():
-        typer.echo(f"{part}: {version or 'not installed'}")
+        _say(f"{part}: {version or 'not installed'}")
 
 
 @app.command()
@@ -447,10 +492,10 @@ def verify(
     _table("", columns, rows)
     for r in results:
         if r["outcome"] != "PASSED":
-            typer.echo(f"{r['outcome']}: {r['check']} {r['backend']}: {r['reason']}")
+            _say(f"{r['outcome']}: {r['check']} {r['backend']}: {r['reason']}")
     passed = sum(r["outcome"] == "PASSED" for r in results)
     outputs = sum(r["outputs"] or 0 for r in results)
-    typer.echo(f"{outcome}: checks {passed}/{len(results)}, outputs {outputs:,}")
+    _say(f"{outcome}: checks {passed}/{len(results)}, outputs {outputs:,}")
     raise typer.Exit(exit_code(outcome))
 
 
@@ -520,7 +565,7 @@ def decide(
     from kvproof.lanes.kv import decide_model
 
     rules = _policy(policy)
-    seconds = _duration(budget) if budget else None
+    seconds = _duration(budget) if budget is not None else None
     words = _text(text)
     path = _resolve(model)
     folder = _out(out, model)
@@ -542,18 +587,18 @@ def decide(
         _print_json(document | {"report": {k: str(v) for k, v in paths.items()}})
     else:
         _print_decision(result)
-        typer.echo(f"report: {paths['report.html']}")
+        _say(f"report: {paths['report.html']}")
     _exit_for(result.evidence)
 
 
 def _print_decision(result: Any) -> None:
     d = result.decision
-    typer.echo(f"{result.about.model_name} on {d.backend} ({d.device})")
+    _say(f"{result.about.model_name} on {d.backend} ({d.device})")
     rows = [(v.candidate.name, v.status, v.reason) for v in d.verdicts]
     _table("", ("keys/values", "verdict", "why"), rows)
-    typer.echo(f"\n{d.reason}")
+    _say(f"\n{d.reason}")
     for engine, flag in d.flags.items():
-        typer.echo(f"{engine}: {flag}")
+        _say(f"{engine}: {flag}")
 
 
 def _measure(
@@ -577,7 +622,7 @@ def _measure(
         for e in records:
             if e.outcome != "PASSED":
                 pair = f"{e.subject.get('key')}/{e.subject.get('value')}"
-                typer.echo(f"{e.outcome}: {e.subject['kind']} {pair}: {e.reason}")
+                _say(f"{e.outcome}: {e.subject['kind']} {pair}: {e.reason}")
     _exit_for(records)
 
 
@@ -650,7 +695,7 @@ def bench(
     at = None
     if depths is not None:
         parts = depths.split(",")
-        if not all(p.strip().isdigit() for p in parts):
+        if not all(re.fullmatch(r"\s*\d{1,10}\s*", p, re.ASCII) for p in parts):
             raise RequestError(f"--depths {depths!r}: write whole numbers, e.g. 512,4096")
         at = tuple(int(p) for p in parts)
     rules = _policy(policy, candidates=_pair(key, value), depths=at)
@@ -679,7 +724,7 @@ def report(
         _print_json({name: str(path) for name, path in paths.items()})
     else:
         for path in paths.values():
-            typer.echo(str(path))
+            _say(str(path))
 
 
 @app.command()
@@ -708,9 +753,9 @@ def merge(
     if json_:
         _print_json({"records": len(kept), "devices": devices, "left_out": bad, "path": str(out)})
     else:
-        typer.echo(f"{out}: {len(kept)} records of {', '.join(devices) or 'no device'}")
+        _say(f"{out}: {len(kept)} records of {', '.join(devices) or 'no device'}")
         for line in bad:
-            typer.echo(f"left out: {line}", err=True)
+            _say(f"left out: {line}", err=True)
     raise typer.Exit(1 if bad else 0)
 
 
@@ -741,7 +786,7 @@ def run(
     if strict and notes:
         raise RequestError(f"--strict: {'; '.join(notes)}")
     for note in notes:
-        typer.echo(f"kvproof: {note}", err=True)
+        _say(f"kvproof: {note}", err=True)
     backends.get(backend)
     path = _resolve(model)
     from kvproof.engines.transformers import load
@@ -757,7 +802,7 @@ def run(
     shown = ""
     first = last = time.perf_counter()
     if not json_:
-        typer.echo(prompt, nl=False)
+        _say(prompt, nl=False)
     for token in engine.generate(ids, cache, tokens):
         produced.append(token)
         last = time.perf_counter()
@@ -766,7 +811,7 @@ def run(
         if not json_:
             text = engine.tokenizer.decode(produced)
             if not text.endswith("\ufffd"):  # half a character: the next token completes it
-                typer.echo(text[len(shown) :], nl=False)
+                _say(text[len(shown) :], nl=False)
                 sys.stdout.flush()
                 shown = text
     speed = (len(produced) - 1) / (last - first) if len(produced) > 1 else None
@@ -792,7 +837,7 @@ def run(
         _print_json(document)
         return
     rate = f", {speed:.1f} tokens/s after the first" if speed else ""
-    typer.echo(
+    _say(
         f"\n[{len(produced)} tokens{rate}; cache keys {effective['key']}, values "
         f"{effective['value']}, {_mib(cache.kv.nbytes)} MiB]",
         err=True,

@@ -222,19 +222,22 @@ class GGUF:
 
     def text(self, key: str) -> str | None:
         """A string."""
-        return self._checked(key, "a string", lambda v: isinstance(v, str))
+        value: str | None = self._checked(key, "a string", lambda v: isinstance(v, str))
+        return value
 
     def flag(self, key: str) -> bool | None:
         """True or false."""
-        return self._checked(key, "true or false", lambda v: type(v) is bool)
+        value: bool | None = self._checked(key, "true or false", lambda v: type(v) is bool)
+        return value
 
     def whole(self, key: str, low: int, high: int) -> int | None:
         """An integer in low..high."""
-        return self._checked(
+        value: int | None = self._checked(
             key,
             f"a whole number from {low} to {high}",
             lambda v: type(v) is int and low <= v <= high,
         )
+        return value
 
     def positive(self, key: str) -> float | None:
         """A finite number above zero."""
@@ -247,15 +250,19 @@ class GGUF:
 
     def strings(self, key: str) -> StringArray | None:
         """An array of strings."""
-        return self._checked(key, "an array of strings", lambda v: isinstance(v, StringArray))
+        value: StringArray | None = self._checked(
+            key, "an array of strings", lambda v: isinstance(v, StringArray)
+        )
+        return value
 
     def numbers(self, key: str, count: int) -> NDArray[Any] | None:
         """An array of `count` numbers."""
-        return self._checked(
+        value: NDArray[Any] | None = self._checked(
             key,
             f"an array of {count} numbers",
             lambda v: isinstance(v, np.ndarray) and v.shape == (count,),
         )
+        return value
 
     def _checked(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
         value = self.metadata.get(key)
