@@ -18,6 +18,7 @@ if the f16 baseline passed the gate with that digest too: a ratio to a broken ba
 from __future__ import annotations
 
 import math
+import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -115,7 +116,7 @@ class Policy:
             document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise RequestError(f"policy {path}: cannot be read: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, a number too long
             raise RequestError(f"policy {path}: not a TOML file: {error}") from error
         return cls(**_flatten(document, str(path)))
 
@@ -129,10 +130,7 @@ class Policy:
         unknown = sorted(set(values) - set(policy_fields()))
         if unknown:
             raise RequestError(f"policy: unknown keys {', '.join(unknown)}")
-        plain: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
-        }
-        return cls(**plain)
+        return cls(**_typed(values, []))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as decision.json holds them."""
@@ -157,7 +155,6 @@ SECTIONS = {
 
 def _flatten(document: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Sections of the TOML file -> fields of Policy. Every unknown key is named at once."""
-    defaults = Policy()
     values: dict[str, Any] = {}
     problems: list[str] = []
     for key, value in document.items():
@@ -175,18 +172,36 @@ def _flatten(document: Mapping[str, Any], where: str) -> dict[str, Any]:
             problems.append(f"unknown key {key} (known: {known})")
         elif value != 1:
             problems.append(f"schema_version {value!r} is not 1, the only one there is")
+    try:
+        return _typed(values, problems)
+    except RequestError as error:
+        raise RequestError(str(error).replace("policy", f"policy {where}", 1)) from None
+
+
+def _typed(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Values of the types that Policy holds; RequestError names `problems` and all misfits."""
+    defaults = Policy()
+    typed: dict[str, Any] = {}
     for name, value in values.items():
         default = getattr(defaults, name)
         if isinstance(default, float) and type(value) is int:
-            values[name] = float(value)
+            # A number that no float holds is out of every range: infinity says so.
+            typed[name] = float(value) if abs(value) < 2**63 else math.inf
         elif isinstance(default, tuple) and isinstance(value, list):
-            values[name] = tuple(value)
-        elif type(value) is not type(default):
+            typed[name] = tuple(value)
+        elif type(value) is type(default):
+            typed[name] = value
+        else:
             want = "list" if isinstance(default, tuple) else type(default).__name__
-            problems.append(f"{name} must be a {want}, found {value!r}")
+            problems.append(f"{name} must be a {want}, found {reprlib.repr(value)}")
     if problems:
-        raise RequestError(f"policy {where}: " + "; ".join(problems))
-    return values
+        raise RequestError("policy: " + "; ".join(problems))
+    return typed
+
+
+# Far above any use, and low enough that a slip of the finger does not run for days.
+MOST = 1 << 16
+MOST_TOKENS = 1 << 24
 
 
 def _policy_problems(p: Policy) -> Iterable[str]:
@@ -206,8 +221,9 @@ def _policy_problems(p: Policy) -> Iterable[str]:
             yield f"{name} must lie in (0, 2], found {value}"
     counts = ("context", "window", "chunk", "windows_max", "prefill_tokens", "decode_tokens")
     for name in (*counts, "tokens_min", "rounds"):
-        if getattr(p, name) < 1:
-            yield f"{name} must be at least 1, found {getattr(p, name)}"
+        most = MOST_TOKENS if name in ("context", "tokens_min") else MOST
+        if not 1 <= getattr(p, name) <= most:
+            yield f"{name} must be from 1 to {most}, found {reprlib.repr(getattr(p, name))}"
     if p.window < 256 or p.window % 32:
         yield f"window must be a multiple of 32 from 256 on, found {p.window}"
     if p.chunk > p.window:
@@ -217,8 +233,11 @@ def _policy_problems(p: Policy) -> Iterable[str]:
         yield f"tokens_min {p.tokens_min} cannot be reached: windows_max x window scores {most}"
     if p.rounds < 3:
         yield f"rounds must be at least 3 for an interval, found {p.rounds}"
-    if not p.depths or any(type(d) is not int or d < 1 for d in p.depths):
-        yield f"depths must be positive integers, found {list(p.depths)}"
+    if not p.depths or any(type(d) is not int or not 1 <= d <= MOST_TOKENS for d in p.depths):
+        yield (
+            f"depths must be whole numbers from 1 to {MOST_TOKENS}, found "
+            f"{reprlib.repr(list(p.depths))}"
+        )
     elif list(p.depths) != sorted(set(p.depths)):
         yield f"depths must ascend without repeats, found {list(p.depths)}"
     if not p.candidates or any(not isinstance(c, str) or not c for c in p.candidates):

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import platform
+import reprlib
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -178,6 +179,18 @@ class GatePass:
     digest: str
 
 
+def _intervals(*names: str) -> tuple[str, ...]:
+    return tuple(name + end for name in names for end in ("", "_low", "_high"))
+
+
+# kind -> (subject fields, metrics) that a PASSED record of it has: what decisions are drawn from.
+_FIGURES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "bytes": (("context",), ("bytes", "bytes_per_token")),
+    "quality": ((), ("tokens", *_intervals("kld", "same_top", "delta_nll"))),
+    "speed": (("phase", "depth"), ("rounds", *_intervals("ratio"))),
+}
+
+
 @dataclass(frozen=True)
 class Evidence:
     """One record: a subject, its outcome, finite metrics, and what it was made with.
@@ -222,6 +235,8 @@ class Evidence:
             raise ValueError(f"{name}: {self.environment.device} is software, never a pass")
         if not self.digest:
             raise ValueError(f"{name}: a pass needs the digest of its kernels")
+        if self.subject.get("lane") == "kv":
+            self._check_figures(name)
         if self.subject["kind"] != "speed":
             return
         if not self.gates:
@@ -232,6 +247,14 @@ class Evidence:
                     f"{name}: gate record {gate.id} has kernel digest {gate.digest[:16]}, the "
                     f"speed {self.digest[:16]}; run the gate again on these kernels"
                 )
+
+    def _check_figures(self, name: str) -> None:
+        kind = str(self.subject["kind"])
+        wanted, figures = _FIGURES.get(kind, ((), ()))
+        lacking = [n for n in wanted if n not in self.subject]
+        lacking += [n for n in figures if n not in self.metrics]
+        if lacking:
+            raise ValueError(f"{name}: a {kind} that passed needs {', '.join(lacking)}")
 
     @property
     def id(self) -> str:
@@ -257,25 +280,46 @@ class Evidence:
         }
 
     @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> Evidence:
+    def from_document(cls, document: Any) -> Evidence:
         """The record of a JSON document; ValueError names what does not fit the schema."""
+        if not isinstance(document, dict):
+            raise ValueError(f"an evidence record is an object, found {reprlib.repr(document)}")
         version = document.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise ValueError(f"schema version {version}, this kvproof reads {SCHEMA_VERSION}")
+            raise ValueError(
+                f"schema version {reprlib.repr(version)}, this kvproof reads {SCHEMA_VERSION}"
+            )
         names = {f.name for f in fields(cls)}
         if set(document) != names:
             raise ValueError(f"fields that do not fit: {sorted(set(document) ^ names)}")
+        texts = {n: document[n] for n in ("digest", "commit", "started", "finished")}
+        _check_kinds(
+            texts | {"reason": document["reason"] or ""}, dict.fromkeys((*texts, "reason"), "")
+        )
         try:
-            return cls(
-                **{**document, "environment": Environment(**document["environment"])}
-                | {"gates": tuple(GatePass(**gate) for gate in document["gates"])}
-            )
+            environment = Environment(**document["environment"])
+            _check_kinds(asdict(environment), asdict(Environment("")))
+            _check_kinds(environment.versions, dict.fromkeys(environment.versions, ""))
+            gates = tuple(GatePass(**gate) for gate in document["gates"])
+            for gate in gates:
+                _check_kinds(asdict(gate), {"id": "", "digest": ""})
+            return cls(**{**document, "environment": environment, "gates": gates})
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not an evidence record: {error}") from error
 
     def voided(self, reason: str) -> Evidence:
         """The same record as NOT_RUN, with the reason why it no longer counts."""
         return replace(self, outcome=Outcome.NOT_RUN, reason=reason)
+
+
+def _check_kinds(values: Mapping[str, object], like: Mapping[str, object]) -> None:
+    """ValueError unless each value of `like` meets one of its own type (an int is also a float)."""
+    for name, model in like.items():
+        kinds = (int, float) if isinstance(model, float) else type(model)
+        if not isinstance(values[name], kinds):
+            raise ValueError(
+                f"{name} is {reprlib.repr(values[name])}, expected a {type(model).__name__}"
+            )
 
 
 def canonical(document: Mapping[str, Any]) -> str:
@@ -346,9 +390,13 @@ class Store:
                         # A torn line of a killed process stays as it is, and stays visible.
                         lines = "\n" + lines
                 data = lines.encode()
-                while data:
-                    data = data[os.write(descriptor, data) :]
-                os.fsync(descriptor)
+                try:
+                    while data:
+                        data = data[os.write(descriptor, data) :]
+                    os.fsync(descriptor)
+                except OSError:
+                    os.ftruncate(descriptor, size)  # half a record helps nobody
+                    raise
         except OSError as error:
             raise RequestError(
                 f"evidence store {self.path}: writing failed ({error.strerror}); "
@@ -394,7 +442,7 @@ class Store:
             entry = json.loads(line)
             document = entry["evidence"]
             whole = canonical(entry).encode() == line and entry["sha256"] == _sha256(document)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             what = "cut short" if torn else "not readable"
             return _unreadable(where, number, f"{where}: {what}; the record is lost, run it again")
         if not whole:
