@@ -20,6 +20,8 @@ namespace {
 constexpr int BLOCK_ROWS = 32;    // query rows per task: 32 x 256 scores are half of an L2 way
 constexpr int TARGET_TASKS = 64;  // enough for the threads of a large machine to even out
 constexpr int SMALLEST_CHUNK = 512;
+// Up to this many row groups each decode the keys for themselves: a tile costs more to store.
+constexpr int MOST_FUSED = 2;
 // Below this many multiply-adds a second thread costs more than it brings.
 constexpr double SERIAL_WORK = 1 << 18;
 
@@ -36,9 +38,9 @@ int element_of(int fmt, int dim, int group, int c) {
 }
 
 // Element of the row at each position of decoded scratch.
-void order(int fmt, int dim, int (*element)(int), int* out) {
+void order(int fmt, int dim, int (*element)(int, int), int* out) {
   for (int p = 0; p < padded(dim); ++p) {
-    const int c = path_of(fmt) == REAL ? p % GROUP : element(p % GROUP);
+    const int c = path_of(fmt) == REAL ? p % GROUP : element(fmt, p % GROUP);
     out[p] = element_of(fmt, dim, p / GROUP, c);
   }
 }
@@ -50,9 +52,19 @@ Table signed_table(int largest) {  // q8_0 needs no lookup
   return t;
 }
 
-Table key_table(int fmt) { return fmt == Q8_0 ? signed_table(128) : constants.book[fmt].key; }
-Table value_table(int fmt) {
-  return fmt == Q8_0 ? signed_table(128) : constants.book[fmt].value_side;
+Table shifted(const Kernels& isa, int fmt, Table t) {
+  if (isa.unsigned_rows && path_of(fmt) == ROW) {
+    t.offset = -*std::min_element(t.entry, t.entry + 16);
+    for (std::int16_t& entry : t.entry) entry = std::int16_t(entry + t.offset);
+  }
+  return t;
+}
+
+Table key_table(const Kernels& isa, int fmt) {
+  return shifted(isa, fmt, fmt == Q8_0 ? signed_table(128) : constants.book[fmt].key);
+}
+Table value_table(const Kernels& isa, int fmt) {
+  return shifted(isa, fmt, fmt == Q8_0 ? signed_table(128) : constants.book[fmt].value_side);
 }
 
 // Consecutive pieces of one allocation, each on its own cache line.
@@ -75,6 +87,7 @@ class Carver {
 // Query rows of one KV head, prepared for the key path.
 struct Prepared {
   float *y, *scale;
+  std::int32_t* start;  // of the sum of each row, see Kernels::dot
   std::int16_t* natural;
   void* rows;
 
@@ -82,6 +95,7 @@ struct Prepared {
     y = c.take<float>(std::size_t(padded(dim)));
     natural = c.take<std::int16_t>(std::size_t(padded(dim)));
     scale = c.take<float>(BLOCK_ROWS);
+    start = c.take<std::int32_t>(BLOCK_ROWS);
     rows = c.take<float>(std::size_t(BLOCK_ROWS) * padded(dim));
   }
 };
@@ -99,7 +113,7 @@ struct KeyPlan {
       : isa(k),
         side(s),
         path(path_of(s.fmt)),
-        table(key_table(s.fmt)),
+        table(key_table(k, s.fmt)),
         spin(s.fmt, s.dim),
         width(padded(s.dim)) {
     order(s.fmt, s.dim, k.key_element, element);
@@ -113,6 +127,7 @@ struct KeyPlan {
     const int dim = side.dim;
     auto* real = static_cast<float*>(p.rows) + std::ptrdiff_t(r) * width;
     auto* coded = static_cast<std::int16_t*>(p.rows) + std::ptrdiff_t(r) * width;
+    p.start[r] = 0;
     if (!q) {
       p.scale[r] = 0;
       std::memset(path == REAL ? static_cast<void*>(real) : coded, 0,
@@ -134,8 +149,12 @@ struct KeyPlan {
       for (int i = 0; i < dim; ++i) p.y[i] = q[i] * factor;
     }
     p.scale[r] = isa.quantize(p.y, dim, largest, p.natural) / table.scale;
-    for (int i = 0; i < width; ++i)
+    std::uint32_t sum = 0;
+    for (int i = 0; i < width; ++i) {
       coded[i] = element[i] < 0 ? std::int16_t(0) : p.natural[element[i]];
+      sum += std::uint32_t(std::int32_t(coded[i]));
+    }
+    p.start[r] = std::int32_t(0u - sum * std::uint32_t(table.offset));
   }
 
   const void* row(const Prepared& p, int r) const {
@@ -151,18 +170,24 @@ struct KeyPlan {
     for (int t = first; t < last; t += TILE) {
       const Rows rows{side.base + t * side.token_stride + h * side.head_stride, side.token_stride,
                       std::min(TILE, last - t), side.dim};
-      if (n_groups == 1 && path != REAL) {
-        const int w = groups[0].width;
-        ok &= isa.score[side.fmt][width_index(w)](rows, table, row(p, 0), width, p.scale, scales,
-                                                  out + (t - first) / 2 * w, SUPER / 2 * w);
+      const auto to = [&](const RowGroup& g) {
+        return out + g.first * SUPER + (t - first) / 2 * g.width;
+      };
+      if (n_groups <= MOST_FUSED && path != REAL) {
+        for (int i = 0; i < n_groups; ++i) {
+          const RowGroup& g = groups[i];
+          ok &= isa.score[side.fmt][width_index(g.width)](
+              rows, table, row(p, g.first), width, p.scale + g.first, p.start + g.first, scales,
+              to(g), SUPER / 2 * g.width);
+        }
         continue;
       }
       ok &= isa.decode_keys[side.fmt](rows, table, tile, scales);
-      for (int g = 0; g < n_groups; ++g) {
-        const int w = groups[g].width;
-        isa.dot[path][width_index(w)](
-            row(p, groups[g].first), width, p.scale + groups[g].first, tile, scales, rows.n,
-            side.dim, out + groups[g].first * SUPER + (t - first) / 2 * w, SUPER / 2 * w);
+      for (int i = 0; i < n_groups; ++i) {
+        const RowGroup& g = groups[i];
+        isa.dot[path][width_index(g.width)](row(p, g.first), width, p.scale + g.first,
+                                            p.start + g.first, tile, scales, rows.n, side.dim,
+                                            to(g), SUPER / 2 * g.width);
       }
     }
     return ok;
@@ -199,7 +224,7 @@ class Attention {
         out_(out),
         plan_(isa, keys_),
         value_path_(path_of(values.fmt)),
-        value_table_(value_table(values.fmt)),
+        value_table_(value_table(isa, values.fmt)),
         value_spin_(values.fmt, values.dim),
         value_width_(padded(values.dim)),
         group_(q.heads / keys.heads),
@@ -266,8 +291,8 @@ class Attention {
     w.scales = c.take<float>(std::max(scale_count(keys_), scale_count(values_)));
     w.scores = c.take<float>(std::size_t(BLOCK_ROWS) * SUPER);
     w.products = c.take<float>(TILE * 4);
-    w.step = c.take<float>(std::size_t(groups_of(values_.dim)) * 4);
-    w.words = c.take<std::int32_t>(std::size_t(groups_of(values_.dim)) * TILE / 2 * 4);
+    w.step = c.take<float>(BLOCK_ROWS * SLICE);
+    w.words = c.take<std::int32_t>(std::size_t(BLOCK_ROWS) * SLICE * TILE / 2);
     w.sum_of_values = c.take<float>(std::size_t(BLOCK_ROWS) * value_width_);
     w.maximum = c.take<float>(BLOCK_ROWS);
     w.sum = c.take<float>(BLOCK_ROWS);
@@ -352,24 +377,31 @@ class Attention {
   bool add_values(const RowGroup* groups, int n_groups, int head, int first, int last,
                   Worker& w) const {
     bool ok = true;
-    const int columns = value_path_ == BLOCK ? groups_of(values_.dim) : value_path_ == ROW ? 1 : 0;
+    // Row formats have one weight a token for all slices, block formats one for each group.
+    const int all = groups_of(values_.dim), slice = value_path_ == REAL ? all : SLICE;
     for (int t = first; t < last; t += TILE) {
       const Rows rows{values_.base + t * values_.token_stride + head * values_.head_stride,
                       values_.token_stride, std::min(TILE, last - t), values_.dim};
-      ok &= isa_.decode_values[values_.fmt](rows, value_table_, w.tile, w.scales);
-      for (int g = 0; g < n_groups; ++g) {
-        const int width = groups[g].width, index = width_index(width), plane = SUPER / 2 * width;
-        const float* p = w.scores + groups[g].first * SUPER + (t - first) / 2 * width;
-        for (int c = 0; c < columns; ++c) {
-          float* step = w.step + c * width;
-          isa_.weights[index](p, plane, w.scales + c * TILE, rows.n, largest_weight_, w.products,
-                              w.words + c * (TILE / 2) * width, step);
-          for (int j = 0; j < width; ++j) step[j] /= value_table_.scale;
+      for (int from = 0; from < all; from += slice) {
+        const int to = std::min(all, from + slice);
+        const int columns = value_path_ == BLOCK ? to - from : value_path_ == ROW ? 1 : 0;
+        ok &= isa_.decode_values[values_.fmt](rows, value_table_, from, to, w.tile, w.scales);
+        for (int g = 0; g < n_groups; ++g) {
+          const int width = groups[g].width, index = width_index(width), plane = SUPER / 2 * width;
+          const float* p = w.scores + groups[g].first * SUPER + (t - first) / 2 * width;
+          float* const step = w.step + groups[g].first * SLICE;
+          std::int32_t* const words = w.words + groups[g].first * SLICE * (TILE / 2);
+          for (int c = 0; c < columns && (from == 0 || value_path_ == BLOCK); ++c) {
+            isa_.weights[index](p, plane, w.scales + c * TILE, rows.n, largest_weight_, w.products,
+                                words + c * (TILE / 2) * width, step + c * width);
+            for (int j = 0; j < width; ++j) step[c * width + j] /= value_table_.scale;
+          }
+          isa_.accumulate[value_path_][index](
+              columns ? static_cast<const void*>(words) : p, plane, step, w.tile, rows.n,
+              std::min(values_.dim, to * GROUP) - from * GROUP, value_table_.offset,
+              w.sum_of_values + std::ptrdiff_t(groups[g].first) * value_width_ + from * GROUP,
+              value_width_);
         }
-        isa_.accumulate[value_path_][index](
-            columns ? static_cast<const void*>(w.words) : p, plane, w.step, w.tile, rows.n,
-            values_.dim, w.sum_of_values + std::ptrdiff_t(groups[g].first) * value_width_,
-            value_width_);
       }
     }
     return ok;

@@ -29,6 +29,7 @@ constexpr int MAX_DIM = 4096;  // widest row
 constexpr int GROUP = 32;      // codes per decoding step, also the block of the block formats
 constexpr int QMAX = 16383;    // largest quantised query value
 constexpr int WIDTHS = 3;      // row-group widths: 1, 2 and 4 query rows share each load
+constexpr int SLICE = 4;       // groups of values decoded at once: a wider tile would leave L1
 
 constexpr Path path_of(int f) { return f <= FP8_E4M3 ? REAL : f <= TBQ3_0 ? BLOCK : ROW; }
 
@@ -60,11 +61,12 @@ struct Rows {
   int dim;
 };
 
-// Integer table of a codebook: value = entry / scale. 8-entry books are repeated to 16.
+// Integer table of a codebook: value = (entry - offset) / scale. 8-entry books are repeated to 16.
 struct Table {
   std::int16_t entry[16];
   float scale;
-  int largest;
+  int largest;  // magnitude of entry - offset
+  int offset;
 };
 
 // Everything about a codebook format that Python hands over at import.
@@ -89,25 +91,31 @@ struct RowGroup {    // up to 4 query rows that share K and V loads
 // One table per instruction set. Widths are indexed 0, 1, 2 for 1, 2, 4 rows.
 struct Kernels {
   const char* name;
-  int (*key_element)(int position);  // position 0..31 of a decoded group -> its code
-  int (*value_element)(int position);
+  // Entries of the row formats have to be shifted to 0..255: see Table.
+  bool unsigned_rows;
+  int (*key_element)(int format, int position);  // position 0..31 of a decoded group -> its code
+  int (*value_element)(int format, int position);
 
   // Decode a tile into scratch: int16 [token][padded dim], or float. Scales go to
   // scales[(t & 1) * TILE / 2 + t / 2] (row) or scales[t * groups + g] (block).
   // False if a stored scale is NaN or infinite.
   bool (*decode_keys[FORMATS])(const Rows&, const Table&, void* out, float* scales);
-  // int16 pairs [token / 2][padded dim][2] with scales[g * TILE + (t & 1) * TILE / 2 + t / 2], or
-  // float [token][padded dim].
-  bool (*decode_values[FORMATS])(const Rows&, const Table&, void* out, float* scales);
+  // Groups [first, last) of a tile: int16 pairs [token / 2][width][2], where width is 32 times the
+  // groups, with scales[(g - first) * TILE + (t & 1) * TILE / 2 + t / 2] (row: g = first). On the
+  // real path always the whole row, float [token][padded dim].
+  bool (*decode_values[FORMATS])(const Rows&, const Table&, int first, int last, void* out,
+                                 float* scales);
 
-  // Scores of `width` rows against n decoded tokens, to the two planes at out.
+  // Scores of `width` rows against n decoded tokens, to the two planes at out. `start` (row path) is
+  // what the sum of each row starts from: -offset times the sum of its query.
   void (*dot[PATHS][WIDTHS])(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
-                             const void* keys, const float* scales, int n, int dim, float* out,
-                             std::ptrdiff_t plane);
+                             const std::int32_t* start, const void* keys, const float* scales,
+                             int n, int dim, float* out, std::ptrdiff_t plane);
   // decode_keys and dot together, for one group of rows; null on the real path.
   bool (*score[FORMATS][WIDTHS])(const Rows&, const Table&, const void* query,
-                                 std::ptrdiff_t query_stride, const float* row_scale, float* scales,
-                                 float* out, std::ptrdiff_t plane);
+                                 std::ptrdiff_t query_stride, const float* row_scale,
+                                 const std::int32_t* start, float* scales, float* out,
+                                 std::ptrdiff_t plane);
   // Online softmax (base 2) over n tokens in two planes: scores become probabilities relative to
   // the new maximum; returns true if an earlier sum has to be multiplied by alpha.
   bool (*softmax[WIDTHS])(float* scores, std::ptrdiff_t plane, int n, float* maximum, float* sum,
@@ -115,9 +123,9 @@ struct Kernels {
   // 16-bit weight pairs of probability x stored scale: words [token / 2][width], step [width].
   void (*weights[WIDTHS])(const float* probability, std::ptrdiff_t plane, const float* scales,
                           int n, int largest, float* scratch, std::int32_t* words, float* step);
-  // out[row][padded dim] += weights x values
+  // out[row][padded dim] += weights x (values - offset)
   void (*accumulate[PATHS][WIDTHS])(const void* weights, std::ptrdiff_t plane, const float* step,
-                                    const void* values, int n, int dim, float* out,
+                                    const void* values, int n, int dim, int offset, float* out,
                                     std::ptrdiff_t out_stride);
 
   void (*scale_row)(float* x, int n, float factor);

@@ -11,6 +11,7 @@ namespace kvproof {
 namespace {
 
 struct Avx2 : CodesAvx2 {
+  static constexpr bool UNSIGNED_ROWS = true;
   static constexpr int LANES = 8;
   using F = __m256;
   using W = __m256i;
@@ -63,6 +64,7 @@ struct Avx2 : CodesAvx2 {
 
   static W zero_words() { return _mm256_setzero_si256(); }
   static W set_words(std::int32_t x) { return _mm256_set1_epi32(x); }
+  static W first_word(std::int32_t x) { return _mm256_zextsi128_si256(_mm_cvtsi32_si128(x)); }
   static W load_words(const std::int16_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
@@ -194,10 +196,31 @@ struct Avx2 : CodesAvx2 {
     key_words_signed(_mm256_unpackhi_epi8(a, b), words + 2);
     for (int i = 0; i < 4; ++i) store_words(out + 16 * i, words[i]);
   }
+  // Entries of the row formats are bytes, shifted to be unsigned: one lookup, and the even and odd
+  // bytes of each word are its two numbers without an interleave.
+  static void even_odd(W bytes, W* out) {
+    out[0] = _mm256_and_si256(bytes, _mm256_set1_epi16(0xff));
+    out[1] = _mm256_srli_epi16(bytes, 8);
+  }
+  static void key_words_row(const Lut& lut, Codes codes, W* out) {
+    even_odd(_mm256_shuffle_epi8(lut.low, codes), out);
+  }
+  static void store_values_row(const Lut& lut, Codes a, Codes b, std::int16_t* out) {
+    W words[4];
+    even_odd(_mm256_shuffle_epi8(lut.low, _mm256_unpacklo_epi16(a, b)), words);
+    even_odd(_mm256_shuffle_epi8(lut.low, _mm256_unpackhi_epi16(a, b)), words + 2);
+    for (int i = 0; i < 4; ++i) store_words(out + 16 * i, words[i]);
+  }
   // Interleaves work within 128-bit lanes: vector v of keys holds codes 8v.. of each lane's 16,
-  // vector v of value pairs 4v.. of them.
-  static int key_element(int p) { return p % 16 / 8 * 16 + p / 16 * 8 + p % 8; }
-  static int value_element(int p) { return p % 8 / 4 * 16 + p / 8 * 4 + p % 4; }
+  // vector v of value pairs 4v.. of them. Row formats: vector v of keys holds codes 2i + v; vectors
+  // 2u and 2u + 1 of value pairs hold the even and the odd ones of codes 8u.. of each lane's 16.
+  static int key_element(int format, int p) {
+    return path_of(format) == ROW ? p % 16 * 2 + p / 16 : p % 16 / 8 * 16 + p / 16 * 8 + p % 8;
+  }
+  static int value_element(int format, int p) {
+    if (path_of(format) == ROW) return p % 8 / 4 * 16 + p / 16 * 8 + p % 4 * 2 + p / 8 % 2;
+    return p % 8 / 4 * 16 + p / 8 * 4 + p % 4;
+  }
 };
 
 }  // namespace

@@ -10,6 +10,7 @@ namespace kvproof {
 namespace {
 
 struct Avx512 : CodesAvx2 {
+  static constexpr bool UNSIGNED_ROWS = false;
   static constexpr int LANES = 16;
   using F = __m512;
   using W = __m512i;
@@ -52,6 +53,7 @@ struct Avx512 : CodesAvx2 {
 
   static W zero_words() { return _mm512_setzero_si512(); }
   static W set_words(std::int32_t x) { return _mm512_set1_epi32(x); }
+  static W first_word(std::int32_t x) { return _mm512_zextsi128_si512(_mm_cvtsi32_si128(x)); }
   static W load_words(const std::int16_t* p) { return _mm512_loadu_si512(p); }
   static void store_words(void* p, W x) { _mm512_storeu_si512(p, x); }
   // The value in a register: GCC would otherwise read it again from memory at each use, and the
@@ -186,9 +188,13 @@ struct Avx512 : CodesAvx2 {
     key_words_signed(_mm256_unpackhi_epi8(a, b), words + 1);
     for (int i = 0; i < 2; ++i) store_words(out + 32 * i, words[i]);
   }
+  static void key_words_row(const Lut& lut, Codes codes, W* out) { key_words(lut, codes, out); }
+  static void store_values_row(const Lut& lut, Codes a, Codes b, std::int16_t* out) {
+    store_values(lut, a, b, out);
+  }
   // Keys come out in natural order; value pairs are interleaved within 128-bit lanes of bytes.
-  static int key_element(int p) { return p; }
-  static int value_element(int p) { return p % 16 / 8 * 16 + p / 16 * 8 + p % 8; }
+  static int key_element(int, int p) { return p; }
+  static int value_element(int, int p) { return p % 16 / 8 * 16 + p / 16 * 8 + p % 8; }
 };
 
 }  // namespace

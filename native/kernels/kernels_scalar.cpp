@@ -5,6 +5,7 @@ namespace kvproof {
 namespace {
 
 struct Scalar {
+  static constexpr bool UNSIGNED_ROWS = false;
   static constexpr int LANES = 4;
   struct F {
     float v[4];
@@ -84,6 +85,7 @@ struct Scalar {
   static W set_words(std::int32_t x) {
     return each_word([=](int) { return x; });
   }
+  static W first_word(std::int32_t x) { return {{x, 0, 0, 0}}; }
   static W load_words(const std::int16_t* p) {
     W out;
     std::memcpy(out.v, p, sizeof out.v);
@@ -216,8 +218,14 @@ struct Scalar {
       out[2 * i + 1] = std::int8_t(b.c[i]);
     }
   }
-  static int key_element(int position) { return position; }
-  static int value_element(int position) { return position; }
+  static void key_words_row(const Lut& lut, const Codes& codes, W* out) {
+    key_words(lut, codes, out);
+  }
+  static void store_values_row(const Lut& lut, const Codes& a, const Codes& b, std::int16_t* out) {
+    store_values(lut, a, b, out);
+  }
+  static int key_element(int, int position) { return position; }
+  static int value_element(int, int position) { return position; }
 };
 
 }  // namespace

@@ -45,15 +45,15 @@ inline typename I::Codes half_group(const std::uint8_t* row, int g, int dim) {
     return I::codes3_planes_half(row + 8 * g, row + dim / 4 + 4 * g);
 }
 
-// fn(group, codes of a row) for the whole groups of a row, then for a last half group: the loop has
-// no branch inside.
+// fn(group, codes of a row) for the whole groups among [first, last), then for a last half group:
+// the loop has no branch inside.
 template <class I, int F, class Fn>
-inline void each_group(int dim, Fn fn) {
-  const int whole = dim / GROUP;
-  for (int g = 0; g < whole; ++g)
+inline void each_group(int dim, int first, int last, Fn fn) {
+  const int whole = smaller(last, dim / GROUP);
+  for (int g = first; g < whole; ++g)
     fn(g, [=](const std::uint8_t* row) { return whole_group<I, F>(row, g, dim); });
   if constexpr (path_of(F) == ROW)
-    if (dim % GROUP)
+    if (whole < last)
       fn(whole, [=](const std::uint8_t* row) { return half_group<I, F>(row, whole, dim); });
 }
 
@@ -65,6 +65,8 @@ inline void key_words(const typename I::Lut& lut, const typename I::Codes& codes
                       typename I::W* out) {
   if constexpr (F == Q8_0)
     I::key_words_signed(codes, out);
+  else if constexpr (path_of(F) == ROW)
+    I::key_words_row(lut, codes, out);
   else
     I::key_words(lut, codes, out);
 }
@@ -99,7 +101,7 @@ bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* s
   const int n = rows.n, dim = rows.dim;
   const std::uint8_t* row = rows.base;
   for (int t = 0; t < n; ++t, row += rows.stride, o += groups * GROUP) {
-    each_group<I, F>(dim, [&](int g, auto codes_of) {
+    each_group<I, F>(dim, 0, groups, [&](int g, auto codes_of) {
       constexpr int STEPS = GROUP / (2 * I::LANES);
       typename I::W words[STEPS];
       key_words<I, F>(lut, codes_of(row), words);
@@ -113,12 +115,13 @@ bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* s
 }
 
 template <class I, int F>
-bool decode_values_coded(const Rows& rows, const Table& table, void* out, float* scales) {
+bool decode_values_coded(const Rows& rows, const Table& table, int first, int last, void* out,
+                         float* scales) {
   // Partner of an odd last token: its weight is 0, its bytes only have to be readable.
   alignas(64) static const std::uint8_t zeros[MAX_DIM / GROUP * 34 + 64] = {};
   const typename I::Lut lut(table.entry);
-  const int groups = groups_of(rows.dim), n_scales = path_of(F) == BLOCK ? groups * TILE : TILE;
-  alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? MAX_SCALES : TILE];
+  const int groups = last - first, n_scales = path_of(F) == BLOCK ? groups * TILE : TILE;
+  alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? SLICE * TILE : TILE];
   if (rows.n < TILE) std::memset(halves, 0, std::size_t(n_scales) * sizeof *halves);
   auto* o = static_cast<std::int16_t*>(out);
   const std::ptrdiff_t unit_at = row_bytes(F, rows.dim) - 2;
@@ -126,14 +129,17 @@ bool decode_values_coded(const Rows& rows, const Table& table, void* out, float*
   for (int t = 0; t < n; t += 2, o += 2 * groups * GROUP) {
     const std::uint8_t* a = rows.base + t * rows.stride;
     const std::uint8_t* b = t + 1 < n ? a + rows.stride : zeros;
-    each_group<I, F>(dim, [&](int g, auto codes_of) {
+    each_group<I, F>(dim, first, last, [&](int g, auto codes_of) {
       const typename I::Codes ca = codes_of(a), cb = codes_of(b);
+      std::int16_t* to = o + 2 * (g - first) * GROUP;
       if constexpr (F == Q8_0)
-        I::store_values_signed(ca, cb, o + 2 * g * GROUP);
+        I::store_values_signed(ca, cb, to);
+      else if constexpr (path_of(F) == ROW)
+        I::store_values_row(lut, ca, cb, to);
       else
-        I::store_values(lut, ca, cb, o + 2 * g * GROUP);
+        I::store_values(lut, ca, cb, to);
       if constexpr (path_of(F) == BLOCK) {
-        std::uint16_t* h = halves + g * TILE + t / 2;
+        std::uint16_t* h = halves + (g - first) * TILE + t / 2;
         h[0] = load_u16(a + block_bytes(F) * g);
         h[TILE / 2] = load_u16(b + block_bytes(F) * g);
       }
@@ -157,7 +163,7 @@ inline typename I::F load_real(const std::uint8_t* p) {
 }
 
 template <class I, int F>
-bool decode_real(const Rows& rows, const Table&, void* out, float*) {
+bool decode_real_keys(const Rows& rows, const Table&, void* out, float*) {
   constexpr int L = I::LANES, size = block_bytes(F);
   const int whole = rows.dim / L * L, width = padded(rows.dim);
   typename I::F check = I::zero();  // 0 * x is NaN exactly where x is not finite
@@ -189,13 +195,19 @@ bool decode_real(const Rows& rows, const Table&, void* out, float*) {
   return ok;
 }
 
+template <class I, int F>
+bool decode_real_values(const Rows& rows, const Table& table, int, int, void* out, float* scales) {
+  return decode_real_keys<I, F>(rows, table, out, scales);
+}
+
 // ---- scores
 // --------------------------------------------------------------------------------------
 
 // MR query rows x NT tokens fill one vector of LANES results. Tokens of a step have one parity.
 template <class I, int MR, Path P>
-void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale, const void* keys,
-         const float* scales, int n, int dim, float* out, std::ptrdiff_t plane) {
+void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
+         const std::int32_t* start, const void* keys, const float* scales, int n, int dim,
+         float* out, std::ptrdiff_t plane) {
   constexpr int L = I::LANES, NT = L / MR;
   const int width = padded(dim), groups = groups_of(dim);
   const typename I::F rows = I::template repeat<MR>(row_scale);
@@ -209,7 +221,7 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
         const auto* k = static_cast<const std::int16_t*>(keys) + first;
         typename I::W acc[L];
 #pragma GCC unroll 16
-        for (int i = 0; i < L; ++i) acc[i] = I::zero_words();
+        for (int i = 0; i < L; ++i) acc[i] = I::first_word(start[i % MR]);
 #pragma GCC unroll 2
         for (int d = 0; d < width; d += 2 * L) {
           // The smaller side stays in registers, the other is read once.
@@ -301,12 +313,64 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
   }
 }
 
+// Products of one group of codes per token into sums[token * MR + row].
+template <class I, int MR, int F, class CodesOf>
+inline void multiply_row_group(const typename I::Lut& lut, const std::uint8_t* const* row,
+                               CodesOf codes_of, const std::int16_t* q,
+                               std::ptrdiff_t query_stride, typename I::W* sums) {
+  constexpr int NT = I::LANES / MR, STEPS = GROUP / (2 * I::LANES);
+  constexpr int SHARED = NT < 4 ? NT : 1;  // tokens that share each load of the query
+#pragma GCC unroll 16
+  for (int j = 0; j < NT; j += SHARED) {
+    typename I::W words[SHARED][STEPS];
+#pragma GCC unroll 2
+    for (int k = 0; k < SHARED; ++k) key_words<I, F>(lut, codes_of(row[j + k]), words[k]);
+#pragma GCC unroll 4
+    for (int i = 0; i < STEPS; ++i)
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; ++r) {
+        typename I::W qv = I::load_words(q + r * query_stride + 2 * I::LANES * i);
+        if constexpr (SHARED > 1) qv = I::held(qv);
+#pragma GCC unroll 2
+        for (int k = 0; k < SHARED; ++k) {
+          typename I::W& sum = sums[(j + k) * MR + r];
+          sum = I::madd(sum, words[k][i], qv);
+        }
+      }
+  }
+}
+
+// The same for a block format: the sum of a group is scaled at once.
+template <class I, int MR, int F, class CodesOf>
+inline void multiply_block_group(const typename I::Lut& lut, const std::uint8_t* const* row,
+                                 CodesOf codes_of, const std::int16_t* q,
+                                 std::ptrdiff_t query_stride, const float* const* scale,
+                                 typename I::F* acc) {
+  constexpr int NT = I::LANES / MR, STEPS = GROUP / (2 * I::LANES);
+#pragma GCC unroll 16
+  for (int j = 0; j < NT; ++j) {
+    typename I::W words[STEPS];
+    key_words<I, F>(lut, codes_of(row[j]), words);
+    const typename I::F factor = I::set(*scale[j]);
+#pragma GCC unroll 4
+    for (int r = 0; r < MR; ++r) {
+      const std::int16_t* qr = q + r * query_stride;
+      typename I::W sum = I::multiply(words[0], I::load_words(qr));
+#pragma GCC unroll 4
+      for (int i = 1; i < STEPS; ++i)
+        sum = I::madd(sum, words[i], I::load_words(qr + 2 * I::LANES * i));
+      acc[j * MR + r] = I::fma(I::to_float(sum), factor, acc[j * MR + r]);
+    }
+  }
+}
+
 // decode_keys and dot in one, for a single group of rows: the codes go from the row to the products
 // without a store, and the shuffles that unpack them run beside the multiplications.
 template <class I, int MR, int F>
 bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff_t query_stride,
-           const float* row_scale, float* scales, float* out, std::ptrdiff_t plane) {
-  constexpr int L = I::LANES, NT = L / MR, STEPS = GROUP / (2 * L);
+           const float* row_scale, const std::int32_t* start, float* scales, float* out,
+           std::ptrdiff_t plane) {
+  constexpr int L = I::LANES, NT = L / MR;
   constexpr bool BLOCKS = path_of(F) == BLOCK;
   const int n = rows.n, dim = rows.dim, groups = groups_of(dim);
   const std::ptrdiff_t stride = rows.stride;
@@ -326,54 +390,37 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
 
   const typename I::Lut lut(table.entry);
   const typename I::F row_factor = I::template repeat<MR>(row_scale);
+  const auto* q = static_cast<const std::int16_t*>(query);
   for (int t0 = 0; t0 < n; t0 += 2 * NT)
     for (int parity = 0; parity < 2; ++parity) {
       const std::uint8_t* row[NT];
-      const float* s[NT];
+      const float* scale[NT];
       for (int j = 0; j < NT; ++j) {  // past the end: the last row again, masked by the caller
         const int t = smaller(t0 + parity + 2 * j, n - 1);
         row[j] = rows.base + t * stride;
-        s[j] = scales + t * groups;
+        scale[j] = scales + t * groups;
       }
-      typename I::W sums[L];
-      typename I::F acc[L];
-#pragma GCC unroll 16
-      for (int i = 0; i < L; ++i) {
-        if constexpr (BLOCKS)
-          acc[i] = I::zero();
-        else
-          sums[i] = I::zero_words();
-      }
-      const auto* q = static_cast<const std::int16_t*>(query);
-      each_group<I, F>(dim, [&](int g, auto codes_of) {
-        const std::int16_t* qg = q + g * GROUP;
-#pragma GCC unroll 16
-        for (int j = 0; j < NT; ++j) {
-          typename I::W kv[STEPS];
-          key_words<I, F>(lut, codes_of(row[j]), kv);
-#pragma GCC unroll 4
-          for (int r = 0; r < MR; ++r) {
-            const std::int16_t* qr = qg + r * query_stride;
-            if constexpr (BLOCKS) {
-              typename I::W sum = I::multiply(kv[0], I::load_words(qr));
-#pragma GCC unroll 4
-              for (int i = 1; i < STEPS; ++i)
-                sum = I::madd(sum, kv[i], I::load_words(qr + 2 * L * i));
-              acc[j * MR + r] = I::fma(I::to_float(sum), I::set(s[j][g]), acc[j * MR + r]);
-            } else {
-#pragma GCC unroll 4
-              for (int i = 0; i < STEPS; ++i)
-                sums[j * MR + r] = I::madd(sums[j * MR + r], kv[i], I::load_words(qr + 2 * L * i));
-            }
-          }
-        }
-      });
       typename I::F result;
-      if constexpr (BLOCKS)
+      if constexpr (BLOCKS) {
+        typename I::F acc[L];
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) acc[i] = I::zero();
+        each_group<I, F>(dim, 0, groups, [&](int g, auto codes_of) {
+          multiply_block_group<I, MR, F>(lut, row, codes_of, q + g * GROUP, query_stride, scale,
+                                         acc);
+          for (int j = 0; j < NT; ++j) ++scale[j];
+        });
         result = I::reduce(acc);
-      else
+      } else {
+        typename I::W sums[L];
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) sums[i] = I::first_word(start[i % MR]);
+        each_group<I, F>(dim, 0, groups, [&](int g, auto codes_of) {
+          multiply_row_group<I, MR, F>(lut, row, codes_of, q + g * GROUP, query_stride, sums);
+        });
         result = I::mul(I::to_float(I::reduce(sums)),
                         I::template spread<MR>(scales + parity * (TILE / 2) + t0 / 2));
+      }
       I::store(out + parity * plane + t0 / 2 * MR, I::mul(result, row_factor));
     }
   return ok;
@@ -473,13 +520,33 @@ void weights(const float* probability, std::ptrdiff_t plane, const float* scales
 // ---- values
 // --------------------------------------------------------------------------------------
 
+// -offset times the sum of the weights of each row: what the sums of shifted values start from.
+template <class I, int MR>
+inline void offset_start(const std::int32_t* words, int pairs, int offset, std::int32_t* start) {
+  std::uint32_t sum[MR] = {};
+  if (offset) {
+    constexpr int L = I::LANES;
+    const typename I::W ones = I::set_words(0x00010001);
+    typename I::W total = I::zero_words();
+    for (int i = 0; i < pairs * MR; i += L)  // past the end the weights are 0
+      total = I::madd(total, I::load_words(reinterpret_cast<const std::int16_t*>(words + i)), ones);
+    alignas(64) std::uint32_t lanes[L];
+    I::store_words(lanes, total);
+    for (int i = 0; i < L; ++i) sum[i % MR] += lanes[i];
+  }
+  for (int r = 0; r < MR; ++r) start[r] = std::int32_t(0u - sum[r] * std::uint32_t(offset));
+}
+
 template <class I, int MR, Path P>
 void accumulate(const void* weights, std::ptrdiff_t plane, const float* step, const void* values,
-                int n, int dim, float* out, std::ptrdiff_t out_stride) {
+                int n, int dim, int offset, float* out, std::ptrdiff_t out_stride) {
   // Rows x vectors of one step; a step never crosses a group, whose weights are its own.
   constexpr int L = I::LANES, PER_GROUP = GROUP / L;
   constexpr int ND = MR == 4 ? (PER_GROUP < 2 ? 1 : 2) : (PER_GROUP < 4 ? PER_GROUP : 4);
   const int width = padded(dim), pairs = (n + 1) / 2;
+  std::int32_t start[MR] = {};
+  if constexpr (P == ROW)
+    offset_start<I, MR>(static_cast<const std::int32_t*>(weights), pairs, offset, start);
   for (int d = 0; d < width; d += ND * L) {
     float* o = out + d;
     if constexpr (P == REAL) {
@@ -516,7 +583,7 @@ void accumulate(const void* weights, std::ptrdiff_t plane, const float* step, co
 #pragma GCC unroll 4
       for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
-        for (int i = 0; i < ND; ++i) acc[r][i] = I::zero_words();
+        for (int i = 0; i < ND; ++i) acc[r][i] = I::set_words(start[r]);
 #pragma GCC unroll 2
       for (int t = 0; t < pairs; ++t, v += 2 * width, w += MR) {
         typename I::W vv[ND];
@@ -890,7 +957,7 @@ bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) 
     }
     for (int i = 0; i < dim; ++i) ok = ok && out[i] - out[i] == 0;
   } else {
-    each_group<I, F>(dim, [&](int g, auto codes_of) {
+    each_group<I, F>(dim, 0, groups_of(dim), [&](int g, auto codes_of) {
       alignas(64) std::uint8_t codes[GROUP];
       I::store_codes(codes, codes_of(row));
       const std::uint16_t h =
@@ -920,12 +987,13 @@ template <class I>
 constexpr Kernels make_kernels(const char* name) {
   return Kernels{
       name,
+      I::UNSIGNED_ROWS,
       I::key_element,
       I::value_element,
-      {decode_real<I, F16>, decode_real<I, BF16>, decode_real<I, FP8_E4M3>,
+      {decode_real_keys<I, F16>, decode_real_keys<I, BF16>, decode_real_keys<I, FP8_E4M3>,
        decode_keys_coded<I, Q8_0>, decode_keys_coded<I, Q4_0>, decode_keys_coded<I, TBQ4_0>,
        decode_keys_coded<I, TBQ3_0>, decode_keys_coded<I, TQ4>, decode_keys_coded<I, TQ3>},
-      {decode_real<I, F16>, decode_real<I, BF16>, decode_real<I, FP8_E4M3>,
+      {decode_real_values<I, F16>, decode_real_values<I, BF16>, decode_real_values<I, FP8_E4M3>,
        decode_values_coded<I, Q8_0>, decode_values_coded<I, Q4_0>, decode_values_coded<I, TBQ4_0>,
        decode_values_coded<I, TBQ3_0>, decode_values_coded<I, TQ4>, decode_values_coded<I, TQ3>},
       {{dot<I, 1, ROW>, dot<I, 2, ROW>, dot<I, 4, ROW>},
