@@ -681,7 +681,10 @@ def quality(
 
 @app.command()
 def bench(
-    model: Model,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A model; without one, attention kernels on their own."),
+    ] = None,
     key: Annotated[str | None, typer.Option("--cache-type-k", help="Key format.")] = None,
     value: Annotated[str | None, typer.Option("--cache-type-v", help="Value format.")] = None,
     depths: Annotated[
@@ -699,7 +702,45 @@ def bench(
             raise RequestError(f"--depths {depths!r}: write whole numbers, e.g. 512,4096")
         at = tuple(int(p) for p in parts)
     rules = _policy(policy, candidates=_pair(key, value), depths=at)
-    _measure("speed", model, rules, out, None, json_)
+    if model is None:
+        _bench_kernels(rules, out, json_)
+    else:
+        _measure("speed", model, rules, out, None, json_)
+
+
+def _bench_kernels(rules: Any, out: Path | None, json_: bool) -> None:
+    from kvproof import backends
+    from kvproof.lanes.kv import measure_attention
+
+    store = _store(out) if out else None
+    with _progress() as tell:
+        backend = backends.get("cpu")
+        found = measure_attention(backend, rules.pairs(), rules.depths, progress=tell)
+        records = []
+        for e in found:
+            records.append(e)
+            if store:
+                store.append(e)
+    if json_:
+        _print_json({"results": [e.document() | {"id": e.id} for e in records]})
+    else:
+        rows = []
+        for e in records:
+            s, m = e.subject, e.metrics
+            if s["kind"] == "speed":
+                shape = f"{s['num_heads']}/{s['num_kv_heads']} x {s['head_dim']}"
+                ratio = f"{m['ratio']:.2f} [{m['ratio_low']:.2f}, {m['ratio_high']:.2f}]"
+                ms = (f"{m['milliseconds']:.3f}", f"{m['milliseconds_f16']:.3f}")
+                rate = f"{m['gigabytes_per_second']:.1f}"
+                rows.append(
+                    (f"{s['key']}/{s['value']}", shape, f"{s['depth']:,}", *ms, ratio, rate)
+                )
+        columns = ("keys/values", "heads x dim", "tokens", "ms", "ms f16", "x f16 [95 %]", "GB/s")
+        _table("Attention of one query, kernels alone", columns, rows)
+        for e in records:
+            if e.outcome != "PASSED":
+                _say(f"{e.outcome}: {e.subject['key']}/{e.subject['value']}: {e.reason}")
+    _exit_for(records)
 
 
 def _pair(key: str | None, value: str | None) -> tuple[str] | None:

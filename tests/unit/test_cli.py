@@ -172,3 +172,22 @@ def test_merge_keeps_good_records_and_names_bad_lines(kv, tmp_path: Path) -> Non
         file.write('{"evidence": {"outcome": "PASSED"}}\n')
     code, text, err = kv("merge", str(first), str(second), "-o", str(tmp_path / "c.jsonl"))
     assert code == 1 and "b.jsonl" in err and "2 records" in text
+
+
+def test_bench_without_a_model_times_attention_of_passed_kernels(kv, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from kvproof.evidence import Store
+
+    code, out, _ = kv(
+        "bench", "--cache-type-k", "q8_0", "--cache-type-v", "tq4", "--depths", "70",
+        "--out", str(tmp_path), "--json",
+    )  # fmt: skip
+    records = json.loads(out)["results"]
+    speeds = [r for r in records if r["subject"]["kind"] == "speed"]
+    assert code == 0 and len(speeds) == 3
+    for r in speeds:
+        head_dim, kv_heads = r["subject"]["head_dim"], r["subject"]["num_kv_heads"]
+        assert r["metrics"]["bytes"] == 70 * kv_heads * (head_dim * 34 // 32 + head_dim // 2 + 2)
+        assert r["metrics"]["ratio_low"] <= r["metrics"]["ratio"] <= r["metrics"]["ratio_high"]
+        assert r["gates"]
+    stored = Store(tmp_path / "evidence.jsonl").read()
+    assert [e.outcome for e in stored].count("PASSED") == len(records)

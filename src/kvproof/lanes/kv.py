@@ -36,6 +36,8 @@ Subject = Mapping[str, str | int | float]
 
 BLOCK = 32  # neighbouring tokens are alike: intervals come from blocks of this many
 ROWS = 8  # rows of logits handled at a time: 8 x 262144 float32 are 8 MiB
+# (num_heads, num_kv_heads, head_dim) of the bench without a model: Llama-3-8B, Gemma-3, SmolLM2.
+KERNEL_SHAPES = ((32, 8, 128), (4, 1, 256), (9, 3, 64))
 CONTENDED = 0.15  # share of the processors that other programs may use before a round is flagged
 # Rounds go on up to this many times policy.rounds while the interval holds the bound.
 ROUNDS_MORE = 3
@@ -782,6 +784,114 @@ def _attention_seconds(model: Any, cache: Any, phase: str, tokens: int) -> float
                 total += time.perf_counter() - clock
         cache.kv.evict()
     return total * repeats
+
+
+def measure_attention(
+    backend: Backend,
+    pairs: Sequence[Candidate],
+    depths: Sequence[int],
+    *,
+    shapes: Sequence[tuple[int, int, int]] = KERNEL_SHAPES,
+    rounds: int = 15,
+    progress: Progress | None = None,
+) -> Iterator[Evidence]:
+    """Attention of one query on its own, without a model: gate records, then one speed a case.
+
+    `shapes` are (num_heads, num_kv_heads, head_dim). Rounds of a pair and of f16 take turns on
+    random rows in the layout of the cache. A pair that a shape or the gate refuses is recorded so.
+    """
+    from kvproof.gate import gate_evidence
+
+    tell = progress or (lambda _: None)
+    environment = Environment.current(backend.environment())
+    rng = np.random.default_rng(0)
+
+    def rows(name: str, x: NDArray[np.float32]) -> NDArray[np.uint8]:
+        fmt = get_format(name)
+        scale = np.abs(x).max(axis=(0, 2)) / 448 if fmt.scaled else None
+        heads_first = np.ascontiguousarray(backend.encode(fmt, x, scale).transpose(1, 0, 2))
+        return heads_first.transpose(1, 0, 2)
+
+    for heads, kv_heads, head_dim in shapes:
+        gates: dict[Candidate, tuple[GatePass, ...]] = {}
+        for pair in (BASELINE, *pairs):
+            tell(f"gate: {pair.name} at head_dim {head_dim}")
+            reasons = (get_format(f).refuses(head_dim, s) for f, s in _sides(pair))
+            why = next(filter(None, reasons), None)
+            about = {"lane": "attention", "backend": backend.name}
+            about |= {"key": pair.key, "value": pair.value}
+            if why:
+                yield Evidence(
+                    {"kind": "candidate", **about, "head_dim": head_dim}, Outcome.REFUSED, {},
+                    environment, backend.digest(), reason=why,
+                )  # fmt: skip
+                continue
+            found = gate_evidence(
+                (pair.key, pair.value), [head_dim], backend, heads=[(heads, kv_heads)]
+            )
+            yield from found
+            if all(e.outcome is Outcome.PASSED for e in found):
+                gates[pair] = tuple(e.gate_pass() for e in found)
+        for depth in depths:
+            k, v = rng.standard_normal((2, depth, kv_heads, head_dim), dtype=np.float32)
+            q = rng.standard_normal((1, heads, head_dim), dtype=np.float32)
+
+            def call(pair: Candidate, k: Any = k, v: Any = v, q: Any = q) -> Callable[[], float]:
+                packed = rows(pair.key, k), rows(pair.value, v)
+                scale = {
+                    f"{s[0]}_scale": np.abs(x).max(axis=(0, 2)) / 448
+                    for (f, s), x in zip(_sides(pair), (k, v), strict=True)
+                    if get_format(f).scaled
+                }
+
+                def timed() -> float:
+                    clock = time.perf_counter()
+                    backend.attention(q, *packed, key=pair.key, value=pair.value, **scale)
+                    return time.perf_counter() - clock
+
+                timed()
+                return timed
+
+            baseline = call(BASELINE) if BASELINE in gates else None
+            for pair in pairs:
+                if pair not in gates or baseline is None:
+                    continue
+                tell(f"attention: {pair.name}, {heads}/{kv_heads} heads of {head_dim}, {depth:,}")
+                candidate, started = call(pair), utc_now()
+                times: tuple[list[float], list[float]] = ([], [])
+                for r in range(rounds):
+                    arms = ((candidate, times[0]), (baseline, times[1]))
+                    for arm, into in arms[:: 1 if r % 2 else -1]:
+                        into.append(arm())
+                ratio = stats.interleaved_ratio(times[0], times[1])
+                nbytes = depth * kv_heads * sum(
+                    get_format(f).row_bytes(head_dim) for f, _ in _sides(pair)
+                )  # fmt: skip
+                median = float(np.median(times[0]))
+                metrics = {
+                    "ratio": ratio.value,
+                    "ratio_low": ratio.low,
+                    "ratio_high": ratio.high,
+                    "rounds": ratio.n,
+                    "milliseconds": 1e3 * median,
+                    "milliseconds_f16": 1e3 * float(np.median(times[1])),
+                    "bytes": nbytes,
+                    "gigabytes_per_second": nbytes / median / 1e9,
+                }
+                subject: Subject = {
+                    "kind": "speed", "lane": "attention", "backend": backend.name,
+                    "key": pair.key, "value": pair.value, "num_heads": heads,
+                    "num_kv_heads": kv_heads, "head_dim": head_dim, "depth": depth,
+                    "kernels": backend.kernel("attention", get_format(pair.key), head_dim),
+                }  # fmt: skip
+                yield Evidence(
+                    subject, Outcome.PASSED, metrics, environment, backend.digest(),
+                    started=started, gates=(*gates[BASELINE], *gates[pair]),
+                )  # fmt: skip
+
+
+def _sides(pair: Candidate) -> tuple[tuple[str, str], tuple[str, str]]:
+    return (pair.key, "key"), (pair.value, "value")
 
 
 def witness(kv: KVCache) -> str:
