@@ -84,7 +84,7 @@ def main() -> NoReturn:
         _fail("stopped; finished measurements are kept, the same command goes on from there", 130)
     except BrokenPipeError:  # `kvproof ... | head`
         _discard_output()
-        sys.exit(128 + 13)  # as if stopped by SIGPIPE
+        sys.exit(1)  # what Typer says of pipes that close earlier
     except OSError as error:
         _discard_output()
         _fail(f"{error.filename or 'standard output'}: {error.strerror or error}", 2)

@@ -176,7 +176,7 @@ def cache_dir() -> Path:
     """Folder for fetched models: $KVPROOF_CACHE, else the user's cache folder for kvproof."""
     override = os.environ.get("KVPROOF_CACHE")
     if override:
-        return Path(override).expanduser()
+        return _path(override)
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("kvproof"))
@@ -192,9 +192,12 @@ def resolve(model: str, progress: Report | None = None) -> Path:
     if known is not None:
         path = _model_dir(known) / known.file
         return path if _is_verified(path, known) else _fetch_known(known, progress or _silent).path
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
+    path = _path(model)
+    try:
+        if path.exists() and model:
+            return path
+    except OSError as error:  # a name too long for this disk, a folder that may not be entered
+        raise RequestError(f"{model}: {error.strerror}; {_HINT}") from error
     return _fetch_repository(*_repository(model), progress or _silent).path
 
 
@@ -211,6 +214,19 @@ def fetch(name: str, progress: Report | None = None) -> FetchResult:
     return _fetch_repository(*_repository(name), report).result(report)
 
 
+def _path(text: str) -> Path:
+    """The path in `text`, with ~ and ~user resolved; RequestError if there is no such user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise RequestError(f"{text}: no such user; write the path in full") from error
+
+
+_HINT = (
+    f"known models: {', '.join(KNOWN)}; or give a path, or a Hugging Face repository org/name"
+)
+
+
 def _silent(_: Progress) -> None:
     pass
 
@@ -223,8 +239,7 @@ def _repository(name: str) -> tuple[str, str | None]:
     near = difflib.get_close_matches(name.lower(), KNOWN, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     raise RequestError(
-        f"{name}: no such file and not a known model; {hint}known models: {', '.join(KNOWN)}; "
-        "or give a path, or a Hugging Face repository org/name"
+        f"{name or 'an empty name'}: no such file and not a known model; {hint}{_HINT}"
     )
 
 
@@ -443,7 +458,7 @@ def _is_verified(path: Path, model: KnownModel) -> bool:
     """Whether `path` is the file that was hashed: `inspect` must not read 250 MB to start."""
     try:
         return bool(json.loads(_mark_path(path).read_text()) == _mark(path, model))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
 
 

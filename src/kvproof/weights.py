@@ -34,13 +34,18 @@ READABLE = {
 }
 
 
+MAX_THREADS = 1024
+
+
 def thread_count() -> int:
     """Threads of a product: $KVPROOF_THREADS, else the CPUs that this process may use."""
     asked = os.environ.get("KVPROOF_THREADS")
     if not asked:
         return len(os.sched_getaffinity(0))
-    if not asked.isdigit() or int(asked) < 1:
-        raise RequestError(f"KVPROOF_THREADS: expected a positive number, found {asked!r}")
+    if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:5]) <= MAX_THREADS):
+        raise RequestError(
+            f"KVPROOF_THREADS: expected a number from 1 to {MAX_THREADS}, found {asked[:20]!r}"
+        )
     return int(asked)
 
 
