@@ -20,7 +20,7 @@ inline int smaller(int a, int b) { return a < b ? a : b; }
 // -------------------------------------------------------------------------------
 
 template <class I, int F>
-inline typename I::Codes whole_group(const std::uint8_t* row, int g, int dim) {
+inline auto whole_group(const std::uint8_t* row, int g, int dim) {
   if constexpr (F == TQ4) {
     return I::codes4(row + 16 * g);
   } else if constexpr (F == TQ3) {
@@ -38,7 +38,7 @@ inline typename I::Codes whole_group(const std::uint8_t* row, int g, int dim) {
 
 // The last 16 codes of a row format.
 template <class I, int F>
-inline typename I::Codes half_group(const std::uint8_t* row, int g, int dim) {
+inline auto half_group(const std::uint8_t* row, int g, int dim) {
   if constexpr (F == TQ4)
     return I::codes4_half(row + 16 * g);
   else
@@ -60,9 +60,8 @@ inline void each_group(int dim, int first, int last, Fn fn) {
 constexpr int MAX_SCALES = TILE * (MAX_DIM / GROUP) + 16;  // and one register of overshoot
 
 // The int16 values of one group of keys, in registers.
-template <class I, int F>
-inline void key_words(const typename I::Lut& lut, const typename I::Codes& codes,
-                      typename I::W* out) {
+template <class I, int F, class Codes>
+inline void key_words(const typename I::Lut& lut, const Codes& codes, typename I::W* out) {
   if constexpr (F == Q8_0)
     I::key_words_signed(codes, out);
   else if constexpr (path_of(F) == ROW)
@@ -130,7 +129,7 @@ bool decode_values_coded(const Rows& rows, const Table& table, int first, int la
     const std::uint8_t* a = rows.base + t * rows.stride;
     const std::uint8_t* b = t + 1 < n ? a + rows.stride : zeros;
     each_group<I, F>(dim, first, last, [&](int g, auto codes_of) {
-      const typename I::Codes ca = codes_of(a), cb = codes_of(b);
+      const auto ca = codes_of(a), cb = codes_of(b);
       std::int16_t* to = o + 2 * (g - first) * GROUP;
       if constexpr (F == Q8_0)
         I::store_values_signed(ca, cb, to);
@@ -537,75 +536,96 @@ inline void offset_start(const std::int32_t* words, int pairs, int offset, std::
   for (int r = 0; r < MR; ++r) start[r] = std::int32_t(0u - sum[r] * std::uint32_t(offset));
 }
 
+// ND vectors of one step of accumulate, for all tokens of a tile.
+template <class I, int MR, int ND>
+inline void accumulate_real(const float* w, std::ptrdiff_t plane, const float* v, int width,
+                            int pairs, float* out, std::ptrdiff_t out_stride) {
+  constexpr int L = I::LANES;
+  typename I::F acc[MR][ND];
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < ND; ++i) acc[r][i] = I::load(out + r * out_stride + i * L);
+  for (int t = 0; t < pairs; ++t, v += 2 * width, w += MR) {
+#pragma GCC unroll 2
+    for (int parity = 0; parity < 2; ++parity) {
+      typename I::F vv[ND];
+#pragma GCC unroll 4
+      for (int i = 0; i < ND; ++i) vv[i] = I::held(I::load(v + parity * width + i * L));
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; ++r) {
+        const typename I::F ww = I::set(w[parity * plane + r]);
+#pragma GCC unroll 4
+        for (int i = 0; i < ND; ++i) acc[r][i] = I::fma(ww, vv[i], acc[r][i]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < ND; ++i) I::store(out + r * out_stride + i * L, acc[r][i]);
+}
+
+template <class I, int MR, int ND>
+inline void accumulate_coded(const std::int32_t* w, const float* step, const std::int32_t* start,
+                             const std::int16_t* v, int width, int pairs, float* out,
+                             std::ptrdiff_t out_stride) {
+  constexpr int L = I::LANES;
+  typename I::W acc[MR][ND];
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < ND; ++i) acc[r][i] = I::set_words(start[r]);
+#pragma GCC unroll 2
+  for (int t = 0; t < pairs; ++t, v += 2 * width, w += MR) {
+    typename I::W vv[ND];
+#pragma GCC unroll 4
+    for (int i = 0; i < ND; ++i) vv[i] = I::held(I::load_words(v + 2 * i * L));
+#pragma GCC unroll 4
+    for (int r = 0; r < MR; ++r) {
+      const typename I::W ww = I::held(I::set_words(w[r]));
+#pragma GCC unroll 4
+      for (int i = 0; i < ND; ++i) acc[r][i] = I::madd(acc[r][i], ww, vv[i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; ++r) {
+    const typename I::F s = I::set(step[r]);
+#pragma GCC unroll 4
+    for (int i = 0; i < ND; ++i) {
+      float* at = out + r * out_stride + i * L;
+      I::store(at, I::fma(I::to_float(acc[r][i]), s, I::load(at)));
+    }
+  }
+}
+
 template <class I, int MR, Path P>
 void accumulate(const void* weights, std::ptrdiff_t plane, const float* step, const void* values,
                 int n, int dim, int offset, float* out, std::ptrdiff_t out_stride) {
-  // Rows x vectors of one step; a step never crosses a group, whose weights are its own.
+  // Vectors of one step. It never crosses a group, except where all groups have the same weights
+  // and there are registers for more.
   constexpr int L = I::LANES, PER_GROUP = GROUP / L;
   constexpr int ND = MR == 4 ? (PER_GROUP < 2 ? 1 : 2) : (PER_GROUP < 4 ? PER_GROUP : 4);
+  constexpr int WIDE = P == ROW && L == 16 ? 4 : ND;
   const int width = padded(dim), pairs = (n + 1) / 2;
-  std::int32_t start[MR] = {};
-  if constexpr (P == ROW)
-    offset_start<I, MR>(static_cast<const std::int32_t*>(weights), pairs, offset, start);
-  for (int d = 0; d < width; d += ND * L) {
-    float* o = out + d;
-    if constexpr (P == REAL) {
-      const auto* v = static_cast<const float*>(values) + d;
-      const auto* w = static_cast<const float*>(weights);
-      typename I::F acc[MR][ND];
-#pragma GCC unroll 4
-      for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 4
-        for (int i = 0; i < ND; ++i) acc[r][i] = I::load(o + r * out_stride + i * L);
-      for (int t = 0; t < pairs; ++t, v += 2 * width, w += MR) {
-#pragma GCC unroll 2
-        for (int parity = 0; parity < 2; ++parity) {
-          typename I::F vv[ND];
-#pragma GCC unroll 4
-          for (int i = 0; i < ND; ++i) vv[i] = I::held(I::load(v + parity * width + i * L));
-#pragma GCC unroll 4
-          for (int r = 0; r < MR; ++r) {
-            const typename I::F ww = I::set(w[parity * plane + r]);
-#pragma GCC unroll 4
-            for (int i = 0; i < ND; ++i) acc[r][i] = I::fma(ww, vv[i], acc[r][i]);
-          }
-        }
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 4
-        for (int i = 0; i < ND; ++i) I::store(o + r * out_stride + i * L, acc[r][i]);
-    } else {
+  if constexpr (P == REAL) {
+    const auto* v = static_cast<const float*>(values);
+    for (int d = 0; d < width; d += ND * L)
+      accumulate_real<I, MR, ND>(static_cast<const float*>(weights), plane, v + d, width, pairs,
+                                 out + d, out_stride);
+  } else {
+    const auto* v = static_cast<const std::int16_t*>(values);
+    const auto* w = static_cast<const std::int32_t*>(weights);
+    std::int32_t start[MR] = {};
+    if constexpr (P == ROW) offset_start<I, MR>(w, pairs, offset, start);
+    int d = 0;
+    for (; d + WIDE * L <= width; d += WIDE * L) {
       const int column = P == BLOCK ? d / GROUP : 0;
-      const auto* v = static_cast<const std::int16_t*>(values) + 2 * d;
-      const auto* w = static_cast<const std::int32_t*>(weights) + column * (TILE / 2) * MR;
-      typename I::W acc[MR][ND];
-#pragma GCC unroll 4
-      for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 4
-        for (int i = 0; i < ND; ++i) acc[r][i] = I::set_words(start[r]);
-#pragma GCC unroll 2
-      for (int t = 0; t < pairs; ++t, v += 2 * width, w += MR) {
-        typename I::W vv[ND];
-#pragma GCC unroll 4
-        for (int i = 0; i < ND; ++i) vv[i] = I::held(I::load_words(v + 2 * i * L));
-#pragma GCC unroll 4
-        for (int r = 0; r < MR; ++r) {
-          const typename I::W ww = I::held(I::set_words(w[r]));
-#pragma GCC unroll 4
-          for (int i = 0; i < ND; ++i) acc[r][i] = I::madd(acc[r][i], ww, vv[i]);
-        }
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < MR; ++r) {
-        const typename I::F s = I::set(step[column * MR + r]);
-#pragma GCC unroll 4
-        for (int i = 0; i < ND; ++i) {
-          float* at = o + r * out_stride + i * L;
-          I::store(at, I::fma(I::to_float(acc[r][i]), s, I::load(at)));
-        }
-      }
+      accumulate_coded<I, MR, WIDE>(w + column * (TILE / 2) * MR, step + column * MR, start,
+                                    v + 2 * d, width, pairs, out + d, out_stride);
     }
+    if (d < width)
+      accumulate_coded<I, MR, ND>(w, step, start, v + 2 * d, width, pairs, out + d, out_stride);
   }
 }
 
