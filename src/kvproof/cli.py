@@ -42,9 +42,14 @@ Model = Annotated[
     ),
 ]
 KeyType = Annotated[
-    str, typer.Option("--cache-type-k", help="Format of the cached keys (see `kvproof formats`).")
+    str | None,
+    typer.Option(
+        "--cache-type-k", help="Format of the cached keys; default f16 (kvproof formats)."
+    ),
 ]
-ValueType = Annotated[str, typer.Option("--cache-type-v", help="Format of the cached values.")]
+ValueType = Annotated[
+    str | None, typer.Option("--cache-type-v", help="Format of the cached values; default f16.")
+]
 BackendName = Annotated[str, typer.Option("--backend", help="cpu or reference.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads; default: every core allowed.")
@@ -507,12 +512,25 @@ def _policy(path: Path | None, **changes: Any) -> Any:
     return replace(Policy.load(path), **{k: v for k, v in changes.items() if v is not None})
 
 
+MAX_TEXT_BYTES = 8 << 20
+
+
 def _text(path: Path | None) -> dict[str, Any]:
     """Keyword arguments of the lane for --text FILE."""
     if path is None:
         return {}
     try:
-        return {"text": path.read_text(encoding="utf-8"), "text_name": path.name}
+        with path.open("rb") as file:
+            raw = file.read(MAX_TEXT_BYTES + 1)
+        if len(raw) > MAX_TEXT_BYTES:
+            raise RequestError(
+                f"--text {path}: longer than {MAX_TEXT_BYTES >> 20} MiB, far more than is ever "
+                "scored; give a part of it"
+            )
+        text = raw.decode()
+        if not text.strip():
+            raise RequestError(f"--text {path}: is empty; give a text of some thousand words")
+        return {"text": text, "text_name": path.name}
     except OSError as error:
         raise RequestError(f"--text {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -805,8 +823,8 @@ def run(
     model: Model,
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="Text to continue.")],
     tokens: Annotated[int, typer.Option("-n", "--predict", min=1, help="Tokens to write.")] = 64,
-    key: KeyType = "f16",
-    value: ValueType = "f16",
+    key: KeyType = None,
+    value: ValueType = None,
     decision: Annotated[
         Path | None, typer.Option(help="decision.json: use what was chosen there.")
     ] = None,
@@ -820,9 +838,12 @@ def run(
     from kvproof import backends
     from kvproof.formats import get
 
-    key, value = get(key).name, get(value).name
     notes: list[str] = []
-    if decision is not None:
+    if decision is None:
+        key, value = get(key or "f16").name, get(value or "f16").name
+    elif key is not None or value is not None:
+        raise RequestError("--decision names both formats: leave out --cache-type-k and -v")
+    else:
         key, value, notes = _decided(decision, backend)
     if strict and notes:
         raise RequestError(f"--strict: {'; '.join(notes)}")
@@ -887,18 +908,12 @@ def run(
 
 def _decided(path: Path, backend: str) -> tuple[str, str, list[str]]:
     """Key and value format of a decision.json, and what differs between there and here."""
+    from kvproof import report
     from kvproof.backends import get
 
-    try:
-        entry = json.loads(path.read_text(encoding="utf-8"))["decisions"][0]
-        chosen = entry["chosen"]["key"], entry["chosen"]["value"]
-        made_on = (entry["backend"], entry["device"])
-    except OSError as error:
-        raise RequestError(f"--decision {path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise RequestError(
-            f"--decision {path}: not a decision.json of `kvproof decide` ({error!r})"
-        ) from error
+    entry = report.read(path)["decisions"][0]
+    chosen = entry["chosen"]["key"], entry["chosen"]["value"]
+    made_on = (entry["backend"], entry["device"])
     from kvproof.evidence import Environment
 
     here = (backend, Environment.current(get(backend).environment()).device)

@@ -222,9 +222,7 @@ def _path(text: str) -> Path:
         raise RequestError(f"{text}: no such user; write the path in full") from error
 
 
-_HINT = (
-    f"known models: {', '.join(KNOWN)}; or give a path, or a Hugging Face repository org/name"
-)
+_HINT = f"known models: {', '.join(KNOWN)}; or give a path, or a Hugging Face repository org/name"
 
 
 def _silent(_: Progress) -> None:

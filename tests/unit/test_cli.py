@@ -58,7 +58,7 @@ BAD_REQUESTS = [
     (["quality", "{model}", "--cache-type-v", "int4"], "unknown format 'int4'"),
     (["run", "{model}", "-p", "x", "--cache-type-k", "Q8"], "did you mean q8_0"),
     (["run", "{model}", "-p", "x", "--backend", "tpu"], "unknown backend 'tpu'"),
-    (["run", "{model}", "-p", "x", "--decision", "{model}"], "not a decision.json"),
+    (["run", "{model}", "-p", "x", "--decision", "{model}"], "not JSON"),
     (["verify", "--check", "turbo9"], "turbo9"),
     (["verify", "--format", "tq9"], "unknown format 'tq9'"),
     (["verify", "--backend", "tpu"], "unknown backend 'tpu'"),

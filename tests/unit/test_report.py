@@ -200,7 +200,7 @@ def test_folders_that_hold_no_decision_are_named(tmp_path):
     with pytest.raises(RequestError, match="not JSON"):
         report.report(tmp_path)
     (tmp_path / "decision.json").write_text('{"schema_version": 1}')
-    with pytest.raises(RequestError, match="lacks decisions, digest"):
+    with pytest.raises(RequestError, match="lacks decisions, policy"):
         report.report(tmp_path)
 
 

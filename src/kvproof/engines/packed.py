@@ -92,6 +92,10 @@ def attention(
             f"{type(module).__name__}: attention with dropout, soft capping or sinks is not "
             "supported by attention 'kvproof'"
         )
+    if module.training:
+        raise RequestError(
+            f"{type(module).__name__}: attention 'kvproof' has no gradients: call model.eval()"
+        )
     if getattr(module, "is_causal", True) is False:
         raise RequestError(f"{type(module).__name__}: attention 'kvproof' is causal only")
     layer: LayerCache | None = getattr(key, "kvproof_layer", None)

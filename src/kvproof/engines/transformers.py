@@ -161,7 +161,12 @@ def transformers_cache(
     """
     from kvproof.engines import packed
 
-    cache = packed.PackedCache(KVCache(_config_geometry(model.config), key, value, backend))
+    config = getattr(model, "config", None)
+    if not (hasattr(config, "to_json_string") and hasattr(model, "set_attn_implementation")):
+        raise RequestError(
+            f"transformers_cache: expected a transformers model, found a {type(model).__name__}"
+        )
+    cache = packed.PackedCache(KVCache(_config_geometry(config), key, value, backend))
     packed.register()
     model.set_attn_implementation(packed.ATTENTION)
     return cache
@@ -190,19 +195,27 @@ def _load_directory(folder: Path) -> Model:
     geometry = read_geometry(folder)
     packed.register()
     try:
-        hf = AutoModelForCausalLM.from_pretrained(
+        hf, found = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype="auto",
             attn_implementation=packed.ATTENTION,
             trust_remote_code=False,
             use_safetensors=True,
             local_files_only=True,
+            output_loading_info=True,
         )
         words = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises Exception itself; the files are anyone's
         raise RequestError(f"{folder}: transformers cannot load it: {_line(error)}") from error
+    # transformers makes up random weights for those that a folder lacks.
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 8} more" if missing[8:] else ""
+        raise RequestError(
+            f"{folder}: weights are missing: {', '.join(missing[:8])}{more}; fetch the files again"
+        )
     # float16 has no products here; float32 stays what it is.
     hf = packed.pack(hf) if hf.dtype == torch.bfloat16 else hf.float()
     eos = hf.generation_config.eos_token_id

@@ -1013,6 +1013,7 @@ def decide_model(
     found = candidates(shape, policy, be)
     if found[BASELINE]:
         raise Refused(f"the f16 baseline cannot run on this model: {found[BASELINE]}")
+    _check_memory(shape, policy, measures)
     for pair, why in found.items():
         if why:
             subject = about.subject("candidate", pair)
@@ -1046,7 +1047,7 @@ def decide_model(
         if "quality" in measures:
             for e in measure_quality(
                 model,
-                _windows(model, text or default_text(), policy),
+                _windows(model, default_text() if text is None else text, policy),
                 rivals,
                 about=about,
                 policy=policy,
@@ -1078,6 +1079,32 @@ def decide_model(
     tell(f"done after {time.monotonic() - begin:.0f} s")
     decision = decide([e for e in kept.run if e.subject["kind"] != "quality-window"], policy)
     return Result(decision, policy, [*kept.run, *kept.unreadable], about, shape, text_name)
+
+
+def _check_memory(shape: Geometry, policy: Policy, measures: Collection[str]) -> None:
+    """Refused before anything runs if the caches to measure do not fit in free memory (Linux)."""
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return
+    free = next(
+        1024 * int(line.split()[1])
+        for line in info.read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    wanted = {f"a context of {policy.context:,} tokens (memory.context)": (policy.context, 1.25)}
+    if "speed" in measures:
+        # f16 and the candidate side by side, each with room to grow.
+        wanted[f"a depth of {policy.depths[-1]:,} tokens (measure.depths)"] = (
+            policy.depths[-1],
+            2.5,
+        )
+    for what, (tokens, caches) in wanted.items():
+        need = int(caches * shape.kv_bytes(tokens, "f16", "f16", padding=False))
+        if need > free:
+            raise Refused(
+                f"{what} needs {need / 2**30:.1f} GiB of memory for its caches, "
+                f"{free / 2**30:.1f} GiB are free; ask for fewer tokens in the policy"
+            )
 
 
 def _gate(

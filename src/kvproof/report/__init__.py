@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -97,7 +98,7 @@ def write(out: str | Path, result: Result) -> dict[str, Path]:
     if not store.path.exists():
         store.append(*result.evidence)
     content = document(result)
-    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     paths = {DECISION: _replace(folder / DECISION, text)}
     return paths | _render(folder, content, result.evidence)
 
@@ -105,7 +106,89 @@ def write(out: str | Path, result: Result) -> dict[str, Path]:
 def report(directory: str | Path) -> dict[str, Path]:
     """Draw report.html and report.md again from decision.json and evidence.jsonl in a folder."""
     folder = Path(directory)
-    path = folder / DECISION
+    content = read(folder / DECISION)
+    evidence = Store(folder / EVIDENCE).read()
+    held = {e.id for e in evidence}
+    chosen = next(v for v in content["decisions"][0]["verdicts"] if v["status"] == "chosen")
+    lost = [i for i in chosen["evidence"] if i not in held]
+    if lost:
+        raise RequestError(
+            f"{folder / DECISION}: rests on evidence {reprlib.repr(lost[0])}, which "
+            f"{EVIDENCE} beside it does not hold (anymore); run `kvproof decide` again"
+        )
+    return _render(folder, content, evidence)
+
+
+# What decision.json must hold for its readers: lists have entries like their one entry here, a
+# tuple names the types that are allowed.
+_SHAPE: dict[str, Any] = {
+    "schema_version": int,
+    "decisions": [
+        {
+            "lane": str,
+            "backend": str,
+            "device": str,
+            "chosen": {"key": str, "value": str},
+            "reason": str,
+            "evidence": [str],
+            "flags": dict,
+            "verdicts": [
+                {"key": str, "value": str, "status": str, "reason": str, "evidence": [str]}
+            ],
+        }
+    ],
+    "policy": dict,
+    "model": {
+        "name": str,
+        "sha256": str,
+        "architecture": str,
+        "layers": [
+            {
+                "count": int,
+                "num_heads": int,
+                "num_kv_heads": int,
+                "head_dim_k": int,
+                "head_dim_v": int,
+                "window": (int, type(None)),
+                "shared": bool,
+            }
+        ],
+    },
+    "text": str,
+    "environment": {
+        "device": str,
+        "cpu": str,
+        "isa": str,
+        "os": str,
+        "cores": int,
+        "threads": int,
+        "is_software": bool,
+        "versions": dict,
+    },
+    "digest": str,
+}
+
+
+def _misfit(value: Any, shape: Any, where: str) -> str | None:
+    """What in `value` is not as `shape` says, None if all of it is."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return f"{where or 'it'} is no object"
+        lacking = [name for name in shape if name not in value]
+        if lacking:
+            return f"{where or 'it'} lacks {', '.join(lacking)}"
+        inner = ((value[name], shape[name], f"{where}.{name}".lstrip(".")) for name in shape)
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            return f"{where} is no list"
+        inner = ((x, shape[0], f"{where}[{i}]") for i, x in enumerate(value))
+    else:
+        return None if isinstance(value, shape) else f"{where} is {reprlib.repr(value)}"
+    return next(filter(None, (_misfit(*each) for each in inner)), None)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a decision.json, its shape checked; RequestError says what is wrong."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -113,15 +196,33 @@ def report(directory: str | Path) -> dict[str, Path]:
             f"{path}: cannot be read ({error.strerror}); name a folder that `kvproof decide "
             "--out` wrote"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not JSON ({error}); run `kvproof decide` again") from error
-    missing = {"schema_version", "decisions", "policy", "model", "environment", "digest"} - set(
-        content if isinstance(content, dict) else ()
-    )
-    if missing or content["schema_version"] != 1 or not content["decisions"]:
-        what = f"lacks {', '.join(sorted(missing))}" if missing else "is of another version"
-        raise RequestError(f"{path}: {what}; run `kvproof decide` again")
-    return _render(folder, content, Store(folder / EVIDENCE).read())
+    problem = _misfit(content, _SHAPE, "") or _contradiction(content)
+    if problem:
+        raise RequestError(f"{path}: {problem}; run `kvproof decide` again")
+    try:
+        Policy.from_dict(content["policy"])
+    except RequestError as error:
+        raise RequestError(f"{path}: {error}") from error
+    return content  # type: ignore[no-any-return]
+
+
+def _contradiction(content: Mapping[str, Any]) -> str | None:
+    """How a decision.json of the right shape contradicts itself, None if it does not."""
+    if content["schema_version"] != 1 or len(content["decisions"]) != 1:
+        return "is of another version"
+    decision = content["decisions"][0]
+    verdicts = decision["verdicts"]
+    strange = sorted({v["status"] for v in verdicts} - set(STATUS_MARK))
+    if strange:
+        return f"unknown verdict {reprlib.repr(strange[0])}"
+    chosen = [{k: v[k] for k in ("key", "value")} for v in verdicts if v["status"] == "chosen"]
+    if chosen != [decision["chosen"]]:
+        return "the pair chosen is not the one whose verdict says so"
+    if BASELINE not in [Candidate(v["key"], v["value"]) for v in verdicts]:
+        return f"no verdict on {BASELINE.name}"
+    return None
 
 
 def _render(
@@ -133,14 +234,21 @@ def _render(
     }
 
 
+# Control characters but tab and line feed (they steer a terminal that shows report.md), marks that
+# turn text around, and halves of characters, which no file can hold.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 def html(content: Mapping[str, Any], evidence: Sequence[Evidence]) -> str:
     """The page, as text."""
-    return _template("report.html.j2", content, evidence, autoescape=True)
+    page = _template("report.html.j2", content, evidence, autoescape=True)
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
 def markdown(content: Mapping[str, Any], evidence: Sequence[Evidence]) -> str:
     """The Markdown twin, as text."""
-    return _template("report.md.j2", content, evidence, autoescape=False)
+    page = _template("report.md.j2", content, evidence, autoescape=False)
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
 def _template(
@@ -361,6 +469,7 @@ def _metrics_text(e: Evidence) -> str:
 
 def _replace(path: Path, text: str) -> Path:
     """Write through a temporary file in the same folder, so that no reader sees half a page."""
+    part = None
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=path.name, suffix=".part", delete=False
@@ -371,4 +480,7 @@ def _replace(path: Path, text: str) -> Path:
         part.replace(path)
     except OSError as error:
         raise RequestError(f"{path}: cannot be written ({error.strerror})") from error
+    finally:
+        if part is not None:
+            part.unlink(missing_ok=True)
     return path
