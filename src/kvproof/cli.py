@@ -69,6 +69,8 @@ def main() -> NoReturn:
             stream.reconfigure(errors="backslashreplace")
     try:
         code = app(prog_name="kvproof", standalone_mode=False)
+        if code == 130:  # how Typer returns a KeyboardInterrupt
+            raise KeyboardInterrupt
         if sys.stdout is not None:
             sys.stdout.flush()
     except RequestError as error:

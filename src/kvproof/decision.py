@@ -318,7 +318,8 @@ def decide(evidence: Sequence[Evidence], policy: Policy) -> Decision:
     """
     records = sorted((e for e in evidence if e.subject.get("lane") == "kv"), key=lambda e: e.id)
     backend = _only(records, "backend", lambda e: e.subject.get("backend"))
-    device = _only(records, "device", lambda e: e.environment.device)
+    # Lines that could not be read come back without digest and device.
+    device = _only(records, "device", lambda e: e.environment.device if e.digest else None)
     _only(records, "model", lambda e: e.subject.get("model"))
 
     by_pair: dict[Candidate, list[Evidence]] = {}
