@@ -107,7 +107,7 @@ struct KeyPlan {
   Table table;
   Spin spin;
   int width, largest;
-  int element[MAX_DIM + GROUP];
+  int tile_element[MAX_DIM + GROUP], score_element[MAX_DIM + GROUP];
 
   KeyPlan(const Kernels& k, const Side& s)
       : isa(k),
@@ -116,14 +116,18 @@ struct KeyPlan {
         table(key_table(k, s.fmt)),
         spin(s.fmt, s.dim),
         width(padded(s.dim)) {
-    order(s.fmt, s.dim, k.key_element, element);
+    order(s.fmt, s.dim, k.key_element, tile_element);
+    order(s.fmt, s.dim, k.score_element, score_element);
     // A whole row of products has to fit an int32; blocks are flushed long before.
     const double room = 2147483647.0 / (double(table.largest) * s.dim);
     largest = path == ROW && room < QMAX ? int(room) : QMAX;
   }
 
-  // Rotates and stores one query row; null gives a padding row that scores 0.
-  void prepare(const float* q, float factor, int r, Prepared& p) const {
+  bool fused(int n_groups) const { return n_groups <= MOST_FUSED && path != REAL; }
+
+  // Rotates and stores one query row of a block of n_groups groups; null gives a padding row that
+  // scores 0.
+  void prepare(const float* q, float factor, int r, int n_groups, Prepared& p) const {
     const int dim = side.dim;
     auto* real = static_cast<float*>(p.rows) + std::ptrdiff_t(r) * width;
     auto* coded = static_cast<std::int16_t*>(p.rows) + std::ptrdiff_t(r) * width;
@@ -149,6 +153,7 @@ struct KeyPlan {
       for (int i = 0; i < dim; ++i) p.y[i] = q[i] * factor;
     }
     p.scale[r] = isa.quantize(p.y, dim, largest, p.natural) / table.scale;
+    const int* const element = fused(n_groups) ? score_element : tile_element;
     std::uint32_t sum = 0;
     for (int i = 0; i < width; ++i) {
       coded[i] = element[i] < 0 ? std::int16_t(0) : p.natural[element[i]];
@@ -173,7 +178,7 @@ struct KeyPlan {
       const auto to = [&](const RowGroup& g) {
         return out + g.first * SUPER + (t - first) / 2 * g.width;
       };
-      if (n_groups <= MOST_FUSED && path != REAL) {
+      if (fused(n_groups)) {
         for (int i = 0; i < n_groups; ++i) {
           const RowGroup& g = groups[i];
           ok &= isa.score[side.fmt][width_index(g.width)](
@@ -330,7 +335,7 @@ class Attention {
       const float factor = factor_ * (keys_.head_scale ? keys_.head_scale[head] : 1.f);
       for (int r = 0; r < all; ++r)
         plan_.prepare(r < n ? query_row(q_, group_, head, block * BLOCK_ROWS + r) : nullptr, factor,
-                      r, w.query);
+                      r, n_groups, w.query);
       for (int t = from; t < to; t += SUPER) {
         const int end = std::min(to, t + SUPER);
         ok &= plan_.score(w.query, groups, n_groups, head, t, end, w.tile, w.scales, w.scores);
@@ -500,7 +505,8 @@ bool scores(const Kernels& isa, int threads, const Query& q, const Side& keys, f
     const int all = groups[n_groups - 1].first + groups[n_groups - 1].width;
     const float factor = keys.head_scale ? keys.head_scale[head] : 1.f;
     for (int r = 0; r < all; ++r)
-      plan.prepare(r < n ? query_row(q, group, head, first + r) : nullptr, factor, r, w.query);
+      plan.prepare(r < n ? query_row(q, group, head, first + r) : nullptr, factor, r, n_groups,
+                   w.query);
     const int t0 = super * SUPER, t1 = std::min(keys.n, t0 + SUPER);
     if (!plan.score(w.query, groups, n_groups, head, t0, t1, w.tile, w.scales, w.scores))
       ok = false;

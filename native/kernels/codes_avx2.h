@@ -20,16 +20,19 @@ namespace {
 struct CodesAvx2 {
   using Codes = __m256i;
 
-  static Codes nibbles(__m128i bytes) {
-    const __m256i shift = _mm256_setr_epi64x(0, 0, 4, 4);
-    return _mm256_and_si256(_mm256_srlv_epi64(_mm256_broadcastsi128_si256(bytes), shift),
-                            _mm256_set1_epi8(15));
+  struct Nibbles {  // the 16 bytes of a group of 4-bit codes, as stored
+    __m128i bytes;
+    operator Codes() const {
+      const __m256i shift = _mm256_setr_epi64x(0, 0, 4, 4);
+      return _mm256_and_si256(_mm256_srlv_epi64(_mm256_broadcastsi128_si256(bytes), shift),
+                              _mm256_set1_epi8(15));
+    }
+  };
+  static Nibbles codes4(const std::uint8_t* p) {
+    return {_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))};
   }
-  static Codes codes4(const std::uint8_t* p) {
-    return nibbles(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  }
-  static Codes codes4_half(const std::uint8_t* p) {
-    return nibbles(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  static Nibbles codes4_half(const std::uint8_t* p) {
+    return {_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))};
   }
 
   static Codes planes(std::uint64_t low, std::uint32_t high) {

@@ -50,6 +50,9 @@ constexpr std::ptrdiff_t row_bytes(int f, int dim) {
   }
 }
 
+// 16 bytes a group: byte j holds code j in its low and code j + 16 in its high nibble.
+constexpr bool packed4(int f) { return f == Q4_0 || f == TBQ4_0 || f == TQ4; }
+
 constexpr int groups_of(int dim) { return (dim + GROUP - 1) / GROUP; }
 constexpr int padded(int dim) { return groups_of(dim) * GROUP; }
 
@@ -93,15 +96,17 @@ struct Kernels {
   const char* name;
   // Entries of the row formats have to be shifted to 0..255: see Table.
   bool unsigned_rows;
-  int (*key_element)(int format, int position);  // position 0..31 of a decoded group -> its code
+  // Position 0..31 of a group as decode_keys, score and decode_values order it -> its code.
+  int (*key_element)(int format, int position);
+  int (*score_element)(int format, int position);
   int (*value_element)(int format, int position);
 
   // Decode a tile into scratch: int16 [token][padded dim], or float. Scales go to
   // scales[(t & 1) * TILE / 2 + t / 2] (row) or scales[t * groups + g] (block).
   // False if a stored scale is NaN or infinite.
   bool (*decode_keys[FORMATS])(const Rows&, const Table&, void* out, float* scales);
-  // Groups [first, last) of a tile: int16 pairs [token / 2][width][2], where width is 32 times the
-  // groups, with scales[(g - first) * TILE + (t & 1) * TILE / 2 + t / 2] (row: g = first). On the
+  // Groups [first, last) of a tile: pairs [token / 2][width][2], where width is 32 times the groups,
+  // int16 or what the set prefers for the row formats, with scales[(g - first) * TILE + (t & 1) * TILE / 2 + t / 2] (row: g = first). On the
   // real path always the whole row, float [token][padded dim].
   bool (*decode_values[FORMATS])(const Rows&, const Table&, int first, int last, void* out,
                                  float* scales);

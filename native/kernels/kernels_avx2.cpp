@@ -12,6 +12,7 @@ namespace {
 
 struct Avx2 : CodesAvx2 {
   static constexpr bool UNSIGNED_ROWS = true;
+  using RowValue = std::uint8_t;
   static constexpr int LANES = 8;
   using F = __m256;
   using W = __m256i;
@@ -64,7 +65,6 @@ struct Avx2 : CodesAvx2 {
 
   static W zero_words() { return _mm256_setzero_si256(); }
   static W set_words(std::int32_t x) { return _mm256_set1_epi32(x); }
-  static W first_word(std::int32_t x) { return _mm256_zextsi128_si256(_mm_cvtsi32_si128(x)); }
   static W load_words(const std::int16_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
@@ -89,6 +89,7 @@ struct Avx2 : CodesAvx2 {
   static W pair(W even, W odd) {
     return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa);
   }
+  static W add_words(W a, W b) { return _mm256_add_epi32(a, b); }
   static W count_above(W count, F x, F limit) {  // a true lane is -1
     return _mm256_sub_epi32(count, _mm256_castps_si256(mask_above(x, limit)));
   }
@@ -111,17 +112,22 @@ struct Avx2 : CodesAvx2 {
     return add(_mm256_permute2f128_ps(v[0], v[1], 0x20), _mm256_permute2f128_ps(v[0], v[1], 0x31));
   }
   static W reduce(const W* a) {
+    // Blends run on every port, so they take the place of half of the shuffles.
     W h[4], v[2];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i)
-      h[i] = _mm256_add_epi32(_mm256_unpacklo_epi32(a[2 * i], a[2 * i + 1]),
-                              _mm256_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 4; ++i) {
+      const __m256d x = _mm256_castsi256_pd(a[2 * i]), y = _mm256_castsi256_pd(a[2 * i + 1]);
+      h[i] = _mm256_add_epi32(_mm256_blend_epi32(a[2 * i], a[2 * i + 1], 0xcc),
+                              _mm256_castpd_si256(_mm256_shuffle_pd(x, y, 0x5)));
+    }
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i)
-      v[i] = _mm256_add_epi32(_mm256_unpacklo_epi64(h[2 * i], h[2 * i + 1]),
-                              _mm256_unpackhi_epi64(h[2 * i], h[2 * i + 1]));
-    return _mm256_add_epi32(_mm256_permute2x128_si256(v[0], v[1], 0x20),
-                            _mm256_permute2x128_si256(v[0], v[1], 0x31));
+    for (int i = 0; i < 2; ++i) {
+      const F x = _mm256_castsi256_ps(h[2 * i]), y = _mm256_castsi256_ps(h[2 * i + 1]);
+      v[i] = _mm256_add_epi32(_mm256_castps_si256(_mm256_shuffle_ps(x, y, 0x88)),
+                              _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0xdd)));
+    }
+    return _mm256_add_epi32(_mm256_blend_epi32(v[0], v[1], 0xf0),
+                            _mm256_permute2x128_si256(v[0], v[1], 0x21));
   }
 
   template <int N>
@@ -132,6 +138,10 @@ struct Avx2 : CodesAvx2 {
       return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
     else
       return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  }
+  template <int N>
+  static W repeat_words(const std::int32_t* p) {
+    return _mm256_castps_si256(repeat<N>(reinterpret_cast<const float*>(p)));
   }
   template <int N>
   static F spread(const float* p) {
@@ -205,12 +215,60 @@ struct Avx2 : CodesAvx2 {
   static void key_words_row(const Lut& lut, Codes codes, W* out) {
     even_odd(_mm256_shuffle_epi8(lut.low, codes), out);
   }
-  static void store_values_row(const Lut& lut, Codes a, Codes b, std::int16_t* out) {
-    W words[4];
-    even_odd(_mm256_shuffle_epi8(lut.low, _mm256_unpacklo_epi16(a, b)), words);
-    even_odd(_mm256_shuffle_epi8(lut.low, _mm256_unpackhi_epi16(a, b)), words + 2);
-    for (int i = 0; i < 4; ++i) store_words(out + 16 * i, words[i]);
+  // Value pairs stay bytes, two of each token by turns: half of the stores and loads.
+  static void store_values_row(const Lut& lut, Codes a, Codes b, std::uint8_t* out) {
+    store_words(out, _mm256_shuffle_epi8(lut.low, _mm256_unpacklo_epi16(a, b)));
+    store_words(out + 32, _mm256_shuffle_epi8(lut.low, _mm256_unpackhi_epi16(a, b)));
   }
+  // See score_lanes.
+  template <class Group>
+  static void tokens_to_lanes(Group group, W* word) {
+    W two[4], low[2], high[2];
+#pragma GCC unroll 4
+    for (int e = 0; e < 4; ++e)
+      two[e] = _mm256_inserti128_si256(_mm256_castsi128_si256(group(2 * e)), group(2 * e + 1), 1);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      low[i] = _mm256_unpacklo_epi32(two[2 * i], two[2 * i + 1]);
+      high[i] = _mm256_unpackhi_epi32(two[2 * i], two[2 * i + 1]);
+    }
+    word[0] = _mm256_unpacklo_epi64(low[0], low[1]);
+    word[1] = _mm256_unpackhi_epi64(low[0], low[1]);
+    word[2] = _mm256_unpacklo_epi64(high[0], high[1]);
+    word[3] = _mm256_unpackhi_epi64(high[0], high[1]);
+  }
+  template <int F, int STEP>
+  static W key_step(const Lut& lut, W word) {
+    const W mask = _mm256_set1_epi8(15), even = _mm256_set1_epi16(0xff);
+    const W codes = _mm256_and_si256(STEP % 2 ? _mm256_srli_epi16(word, 4) : word, mask);
+    const W l = _mm256_shuffle_epi8(lut.low, codes);
+    if constexpr (path_of(F) == ROW)
+      return STEP / 2 ? _mm256_srli_epi16(l, 8) : _mm256_and_si256(l, even);
+    const W h = _mm256_shuffle_epi8(lut.high, codes);
+    return STEP / 2 ? _mm256_or_si256(_mm256_srli_epi16(l, 8), _mm256_andnot_si256(even, h))
+                    : _mm256_or_si256(_mm256_and_si256(l, even), _mm256_slli_epi16(h, 8));
+  }
+  template <int MR>
+  static void lanes_to_tokens(const F* row, F* out) {
+    if constexpr (MR == 1) {
+      out[0] = _mm256_permutevar8x32_ps(row[0], _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    } else if constexpr (MR == 2) {
+      const __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(row[0], row[1]));
+      const __m256d high = _mm256_castps_pd(_mm256_unpackhi_ps(row[0], row[1]));
+      out[0] = _mm256_castpd_ps(_mm256_permute4x64_pd(low, 0xd8));
+      out[1] = _mm256_castpd_ps(_mm256_permute4x64_pd(high, 0xd8));
+    } else {
+      const __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(row[0], row[1]));
+      const __m256d b = _mm256_castps_pd(_mm256_unpackhi_ps(row[0], row[1]));
+      const __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(row[2], row[3]));
+      const __m256d d = _mm256_castps_pd(_mm256_unpackhi_ps(row[2], row[3]));
+      out[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c));
+      out[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
+      out[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d));
+      out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
+    }
+  }
+
   // Interleaves work within 128-bit lanes: vector v of keys holds codes 8v.. of each lane's 16,
   // vector v of value pairs 4v.. of them. Row formats: vector v of keys holds codes 2i + v; vectors
   // 2u and 2u + 1 of value pairs hold the even and the odd ones of codes 8u.. of each lane's 16.
@@ -225,7 +283,7 @@ struct Avx2 : CodesAvx2 {
 
 }  // namespace
 
-constinit const Kernels kernels_avx2 = make_kernels<Avx2>("avx2");
+constinit const Kernels kernels_avx2 = with_lanes<Avx2>(make_kernels<Avx2>("avx2"));
 
 }  // namespace kvproof
 #endif

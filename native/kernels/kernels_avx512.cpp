@@ -13,6 +13,7 @@ namespace {
 
 struct Avx512 : CodesAvx2 {
   static constexpr bool UNSIGNED_ROWS = false;
+  using RowValue = std::int16_t;
   static constexpr int LANES = 16;
   using F = __m512;
   using W = __m512i;
@@ -55,7 +56,6 @@ struct Avx512 : CodesAvx2 {
 
   static W zero_words() { return _mm512_setzero_si512(); }
   static W set_words(std::int32_t x) { return _mm512_set1_epi32(x); }
-  static W first_word(std::int32_t x) { return _mm512_zextsi128_si512(_mm_cvtsi32_si128(x)); }
   static W load_words(const std::int16_t* p) { return _mm512_loadu_si512(p); }
   static void store_words(void* p, W x) { _mm512_storeu_si512(p, x); }
   // The value in a register: GCC would otherwise read it again from memory at each use, and the
@@ -73,6 +73,7 @@ struct Avx512 : CodesAvx2 {
   static W pair(W even, W odd) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
   }
+  static W add_words(W a, W b) { return _mm512_add_epi32(a, b); }
   static W count_above(W count, F x, F limit) {
     return _mm512_mask_add_epi32(count, _mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), count,
                                  _mm512_set1_epi32(1));
@@ -129,6 +130,10 @@ struct Avx512 : CodesAvx2 {
       return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
   }
   template <int N>
+  static W repeat_words(const std::int32_t* p) {
+    return _mm512_castps_si512(repeat<N>(reinterpret_cast<const float*>(p)));
+  }
+  template <int N>
   static F spread(const float* p) {
     if constexpr (N == 1)
       return load(p);
@@ -174,20 +179,6 @@ struct Avx512 : CodesAvx2 {
     return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.f));
   }
 
-  struct Nibbles {  // the 16 bytes of a group of 4-bit codes, as stored
-    __m128i bytes;
-  };
-  static Nibbles codes4(const std::uint8_t* p) {
-    return {_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))};
-  }
-  static Nibbles codes4_half(const std::uint8_t* p) {
-    return {_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))};
-  }
-  static void store_codes(std::uint8_t* p, Nibbles codes) {
-    CodesAvx2::store_codes(p, nibbles(codes.bytes));
-  }
-  static void store_codes(std::uint8_t* p, Codes codes) { CodesAvx2::store_codes(p, codes); }
-
   static void key_words(const Lut& lut, Nibbles codes, W* out) {
     // Each 32-bit word four times, shifted by 0, 4, 8 and 12.
     const W copies = _mm512_permutexvar_epi32(
@@ -197,9 +188,11 @@ struct Avx512 : CodesAvx2 {
     out[0] = _mm512_permutexvar_epi16(_mm512_srlv_epi16(copies, shifts), lut.table);
   }
   static void store_values(const Lut& lut, Nibbles a, Nibbles b, std::int16_t* out) {
-    const __m256i pairs = _mm256_set_m128i(_mm_unpackhi_epi16(a.bytes, b.bytes),
-                                           _mm_unpacklo_epi16(a.bytes, b.bytes));
-    const W twice = _mm512_broadcast_i64x4(pairs);
+    // Words of a in even lanes, of b in odd ones; then their words by turns, twice.
+    const W both = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(a.bytes), 0xf0f0, b.bytes);
+    const W turns = _mm512_broadcast_i64x4(
+        _mm256_setr_epi16(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+    const W twice = _mm512_permutexvar_epi16(turns, both);
     for (int i = 0; i < 2; ++i) {
       const W shifts = _mm512_inserti64x4(_mm512_set1_epi16(std::int16_t(8 * i)),
                                           _mm256_set1_epi16(std::int16_t(8 * i + 4)), 1);
@@ -231,184 +224,65 @@ struct Avx512 : CodesAvx2 {
   static void store_values_row(const Lut& lut, Any a, Any b, std::int16_t* out) {
     store_values(lut, a, b, out);
   }
+  // See score_lanes.
+  template <class Group>
+  static void tokens_to_lanes(Group group, W* word) {
+    W four[4], low[2], high[2];
+#pragma GCC unroll 4
+    for (int e = 0; e < 4; ++e) {
+      four[e] = _mm512_castsi128_si512(group(4 * e));
+      four[e] = _mm512_inserti32x4(four[e], group(4 * e + 1), 1);
+      four[e] = _mm512_inserti32x4(four[e], group(4 * e + 2), 2);
+      four[e] = _mm512_inserti32x4(four[e], group(4 * e + 3), 3);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      low[i] = _mm512_unpacklo_epi32(four[2 * i], four[2 * i + 1]);
+      high[i] = _mm512_unpackhi_epi32(four[2 * i], four[2 * i + 1]);
+    }
+    word[0] = _mm512_unpacklo_epi64(low[0], low[1]);
+    word[1] = _mm512_unpackhi_epi64(low[0], low[1]);
+    word[2] = _mm512_unpacklo_epi64(high[0], high[1]);
+    word[3] = _mm512_unpackhi_epi64(high[0], high[1]);
+  }
+
+  template <int MR>
+  static void lanes_to_tokens(const F* row, F* out) {
+    const W natural = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    if constexpr (MR == 1) {
+      out[0] = _mm512_permutexvar_ps(natural, row[0]);
+    } else if constexpr (MR == 2) {
+      const W low = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 1, 17, 5, 21, 9, 25, 13, 29);
+      out[0] = _mm512_permutex2var_ps(row[0], low, row[1]);
+      out[1] = _mm512_permutex2var_ps(row[0], _mm512_add_epi32(low, _mm512_set1_epi32(2)), row[1]);
+    } else {
+      const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(row[0], row[1]));
+      const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(row[0], row[1]));
+      const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(row[2], row[3]));
+      const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(row[2], row[3]));
+      out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+      out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+      out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+      out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+    }
+  }
+  template <int F, int STEP>
+  static W key_step(const Lut& lut, W word) {
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 4 * STEP), lut.table);
+  }
   // 4-bit codes: number 4k + s of keys is step s of 32-bit word k, a pair of codes two bytes apart;
   // vector v of value pairs holds the low nibbles of bytes 2i + v, then the high ones. Other keys
   // come out in natural order; their value pairs are interleaved within 128-bit lanes of bytes.
-  static constexpr bool packed4(int format) {
-    return format == TQ4 || format == TBQ4_0 || format == Q4_0;
-  }
-  static int key_element(int format, int p) {
-    if (!packed4(format)) return p;
-    const int step = p / 2 % 4;
-    return p / 8 * 4 + step % 2 * 16 + step / 2 + p % 2 * 2;
-  }
+  static int key_element(int format, int p) { return packed4(format) ? lane_element(p) : p; }
   static int value_element(int format, int p) {
     if (packed4(format)) return p % 8 * 2 + p / 16 + p % 16 / 8 * 16;
     return p % 16 / 8 * 16 + p / 16 * 8 + p % 8;
   }
 };
 
-// 4-bit groups of sixteen tokens -> word k of each token, a token in each lane. Token 4e + l of the
-// sixteen goes to element e of 128-bit lane l.
-inline void tokens_to_lanes(const __m128i* group, __m512i* word) {
-  __m512i four[4], low[2], high[2];
-#pragma GCC unroll 4
-  for (int e = 0; e < 4; ++e) {
-    four[e] = _mm512_castsi128_si512(group[4 * e]);
-    four[e] = _mm512_inserti32x4(four[e], group[4 * e + 1], 1);
-    four[e] = _mm512_inserti32x4(four[e], group[4 * e + 2], 2);
-    four[e] = _mm512_inserti32x4(four[e], group[4 * e + 3], 3);
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i) {
-    low[i] = _mm512_unpacklo_epi32(four[2 * i], four[2 * i + 1]);
-    high[i] = _mm512_unpackhi_epi32(four[2 * i], four[2 * i + 1]);
-  }
-  word[0] = _mm512_unpacklo_epi64(low[0], low[1]);
-  word[1] = _mm512_unpackhi_epi64(low[0], low[1]);
-  word[2] = _mm512_unpacklo_epi64(high[0], high[1]);
-  word[3] = _mm512_unpackhi_epi64(high[0], high[1]);
-}
-
-// MR vectors with a token in each lane -> [token][row], natural order of tokens.
-template <int MR>
-inline void lanes_to_tokens(const __m512* row, __m512* out) {
-  const __m512i natural = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  if constexpr (MR == 1) {
-    out[0] = _mm512_permutexvar_ps(natural, row[0]);
-  } else if constexpr (MR == 2) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 1, 17, 5, 21, 9, 25, 13, 29);
-    out[0] = _mm512_permutex2var_ps(row[0], low, row[1]);
-    out[1] = _mm512_permutex2var_ps(row[0], _mm512_add_epi32(low, _mm512_set1_epi32(2)), row[1]);
-  } else {
-    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(row[0], row[1]));
-    const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(row[0], row[1]));
-    const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(row[2], row[3]));
-    const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(row[2], row[3]));
-    out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
-    out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
-    out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
-    out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
-  }
-}
-
-// `score` for 4-bit formats: 32 tokens at a time, sixteen of each parity.
-template <int MR, int F>
-bool score_lanes(const Rows& rows, const Table& table, const void* query,
-                 std::ptrdiff_t query_stride, const float* row_scale, const std::int32_t*,
-                 float* scales, float* out, std::ptrdiff_t plane) {
-  using I = Avx512;
-  constexpr bool BLOCKS = path_of(F) == BLOCK;
-  constexpr int STEP = 32, CHAINS = BLOCKS ? 1 : 2;  // vpdpwssd takes 5 cycles: 16 sums run at once
-  const int n = rows.n, dim = rows.dim, groups = groups_of(dim);
-  alignas(64) std::uint16_t halves[BLOCKS ? MAX_SCALES : TILE];
-  if (n < TILE) std::memset(halves, 0, std::size_t(BLOCKS ? groups * TILE : TILE) * 2);
-  const std::uint8_t* row = rows.base;
-  for (int t = 0; t < n; ++t, row += rows.stride) {
-    if constexpr (BLOCKS) {  // [group][step][parity][lane]
-      const int j = t / 2 % 16, lane = t / STEP * STEP + t % 2 * 16 + j % 4 * 4 + j / 4;
-      for (int g = 0; g < groups; ++g)
-        halves[g * TILE + lane] = load_u16(row + block_bytes(F) * g);
-    } else {
-      halves[(t & 1) * (TILE / 2) + t / 2] = load_u16(row + row_bytes(F, dim) - 2);
-    }
-  }
-  const bool ok = convert_scales<I>(halves, BLOCKS ? groups * TILE : TILE, scales);
-
-  const I::Lut lut(table.entry);
-  const I::F row_factor = I::repeat<MR>(row_scale);
-  const auto* q = static_cast<const std::int16_t*>(query);
-  for (int t0 = 0; t0 < n; t0 += STEP) {
-    const std::uint8_t* row_of[2][16];
-    for (int i = 0; i < STEP; ++i)  // past the end: the last row again, masked by the caller
-      row_of[i % 2][i / 2] = rows.base + smaller(t0 + i, n - 1) * rows.stride;
-    I::W sum[2][MR][CHAINS];
-    I::F total[2][MR];
-    for (int p = 0; p < 2; ++p)
-      for (int r = 0; r < MR; ++r) {
-        total[p][r] = I::zero();
-        for (int c = 0; c < CHAINS; ++c) sum[p][r][c] = I::zero_words();
-      }
-    each_group<I, F>(dim, 0, groups, [&](int g, auto codes_of) {
-      I::W word[2][4];
-#pragma GCC unroll 2
-      for (int p = 0; p < 2; ++p) {
-        __m128i group[16];
-#pragma GCC unroll 16
-        for (int j = 0; j < 16; ++j) group[j] = codes_of(row_of[p][j]).bytes;
-        tokens_to_lanes(group, word[p]);
-      }
-      const std::int16_t* qg = q + g * GROUP;
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k)
-#pragma GCC unroll 4
-        for (int s = 0; s < 4; ++s) {
-          I::W key[2];
-#pragma GCC unroll 2
-          for (int p = 0; p < 2; ++p)
-            key[p] = _mm512_permutexvar_epi16(_mm512_srli_epi16(word[p][k], unsigned(4 * s)),
-                                              lut.table);
-#pragma GCC unroll 4
-          for (int r = 0; r < MR; ++r) {
-            std::int32_t two;
-            std::memcpy(&two, qg + r * query_stride + 2 * (4 * k + s), 4);
-            const I::W qv = I::held(I::set_words(two));
-#pragma GCC unroll 2
-            for (int p = 0; p < 2; ++p) {
-              I::W& to = sum[p][r][s % CHAINS];
-              to = I::madd(to, key[p], qv);
-            }
-          }
-        }
-      if constexpr (BLOCKS)
-#pragma GCC unroll 2
-        for (int p = 0; p < 2; ++p) {
-          const I::F scale = I::load(scales + g * TILE + t0 + 16 * p);
-#pragma GCC unroll 4
-          for (int r = 0; r < MR; ++r) {
-            total[p][r] = I::fma(I::to_float(sum[p][r][0]), scale, total[p][r]);
-            sum[p][r][0] = I::zero_words();
-          }
-        }
-    });
-    for (int p = 0; p < 2; ++p) {
-      if constexpr (!BLOCKS)
-#pragma GCC unroll 4
-        for (int r = 0; r < MR; ++r)
-          total[p][r] = I::to_float(_mm512_add_epi32(sum[p][r][0], sum[p][r][1]));
-      I::F token[MR];
-      lanes_to_tokens<MR>(total[p], token);
-#pragma GCC unroll 4
-      for (int i = 0; i < MR; ++i) {
-        I::F result = I::mul(token[i], row_factor);
-        const int at = t0 / 2 + 16 / MR * i;
-        if constexpr (!BLOCKS)
-          result = I::mul(result, I::spread<MR>(scales + p * (TILE / 2) + at));
-        I::store(out + p * plane + at * MR, result);
-      }
-    }
-  }
-  return ok;
-}
-
-template <int F>
-constexpr void use_lanes(Kernels& kernels) {
-  kernels.score[F][0] = score_lanes<1, F>;
-  kernels.score[F][1] = score_lanes<2, F>;
-  kernels.score[F][2] = score_lanes<4, F>;
-}
-
-constexpr Kernels make_avx512() {
-  Kernels kernels = make_kernels<Avx512>("avx512");
-  use_lanes<TQ4>(kernels);
-  use_lanes<TBQ4_0>(kernels);
-  use_lanes<Q4_0>(kernels);
-  return kernels;
-}
-
 }  // namespace
 
-constinit const Kernels kernels_avx512 = make_avx512();
+constinit const Kernels kernels_avx512 = with_lanes<Avx512>(make_kernels<Avx512>("avx512"));
 
 }  // namespace kvproof
 #endif

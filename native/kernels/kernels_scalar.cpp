@@ -6,6 +6,7 @@ namespace {
 
 struct Scalar {
   static constexpr bool UNSIGNED_ROWS = false;
+  using RowValue = std::int16_t;
   static constexpr int LANES = 4;
   struct F {
     float v[4];
@@ -85,7 +86,6 @@ struct Scalar {
   static W set_words(std::int32_t x) {
     return each_word([=](int) { return x; });
   }
-  static W first_word(std::int32_t x) { return {{x, 0, 0, 0}}; }
   static W load_words(const std::int16_t* p) {
     W out;
     std::memcpy(out.v, p, sizeof out.v);
@@ -106,6 +106,9 @@ struct Scalar {
       return std::int32_t(std::uint32_t(odd.v[i]) << 16 | (std::uint32_t(even.v[i]) & 0xffff));
     });
   }
+  static W add_words(W a, W b) {
+    return each_word([=](int i) { return a.v[i] + b.v[i]; });
+  }
   static W count_above(W count, F x, F limit) {
     return each_word([=](int i) { return count.v[i] + (x.v[i] > limit.v[i]); });
   }
@@ -125,6 +128,10 @@ struct Scalar {
   template <int N>
   static F repeat(const float* p) {
     return each([=](int i) { return p[i % N]; });
+  }
+  template <int N>
+  static W repeat_words(const std::int32_t* p) {
+    return each_word([=](int i) { return p[i % N]; });
   }
   template <int N>
   static F spread(const float* p) {

@@ -8,6 +8,8 @@
 // value_element), which the driver undoes on the query and on the output.
 #pragma once
 
+#include <type_traits>
+
 #include "half.h"
 #include "kernels.h"
 
@@ -122,7 +124,8 @@ bool decode_values_coded(const Rows& rows, const Table& table, int first, int la
   const int groups = last - first, n_scales = path_of(F) == BLOCK ? groups * TILE : TILE;
   alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? SLICE * TILE : TILE];
   if (rows.n < TILE) std::memset(halves, 0, std::size_t(n_scales) * sizeof *halves);
-  auto* o = static_cast<std::int16_t*>(out);
+  using Value = std::conditional_t<path_of(F) == ROW, typename I::RowValue, std::int16_t>;
+  auto* o = static_cast<Value*>(out);
   const std::ptrdiff_t unit_at = row_bytes(F, rows.dim) - 2;
   const int n = rows.n, dim = rows.dim;
   for (int t = 0; t < n; t += 2, o += 2 * groups * GROUP) {
@@ -130,7 +133,7 @@ bool decode_values_coded(const Rows& rows, const Table& table, int first, int la
     const std::uint8_t* b = t + 1 < n ? a + rows.stride : zeros;
     each_group<I, F>(dim, first, last, [&](int g, auto codes_of) {
       const auto ca = codes_of(a), cb = codes_of(b);
-      std::int16_t* to = o + 2 * (g - first) * GROUP;
+      Value* to = o + 2 * (g - first) * GROUP;
       if constexpr (F == Q8_0)
         I::store_values_signed(ca, cb, to);
       else if constexpr (path_of(F) == ROW)
@@ -220,7 +223,7 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
         const auto* k = static_cast<const std::int16_t*>(keys) + first;
         typename I::W acc[L];
 #pragma GCC unroll 16
-        for (int i = 0; i < L; ++i) acc[i] = I::first_word(start[i % MR]);
+        for (int i = 0; i < L; ++i) acc[i] = I::zero_words();
 #pragma GCC unroll 2
         for (int d = 0; d < width; d += 2 * L) {
           // The smaller side stays in registers, the other is read once.
@@ -247,7 +250,8 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
           }
         }
         const typename I::F units = I::template spread<MR>(scales + parity * (TILE / 2) + t0 / 2);
-        result = I::mul(I::mul(I::to_float(I::reduce(acc)), units), rows);
+        const typename I::W sums = I::add_words(I::reduce(acc), I::template repeat_words<MR>(start));
+        result = I::mul(I::mul(I::to_float(sums), units), rows);
       } else if constexpr (P == BLOCK) {
         const auto* q = static_cast<const std::int16_t*>(query);
         const auto* k = static_cast<const std::int16_t*>(keys) + first;
@@ -385,19 +389,23 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
     for (int t = 0; t < n; ++t, unit += stride)
       halves[(t & 1) * (TILE / 2) + t / 2] = load_u16(unit);
   }
+  const std::uint8_t* row_of[TILE];
+  for (int t = 0; t < TILE; ++t)  // past the end: the last row again, masked by the caller
+    row_of[t] = rows.base + smaller(t, n - 1) * stride;
   const bool ok = convert_scales<I>(halves, BLOCKS ? n * groups : TILE, scales);
 
   const typename I::Lut lut(table.entry);
   const typename I::F row_factor = I::template repeat<MR>(row_scale);
+  const typename I::W starts = I::template repeat_words<MR>(start);
   const auto* q = static_cast<const std::int16_t*>(query);
   for (int t0 = 0; t0 < n; t0 += 2 * NT)
     for (int parity = 0; parity < 2; ++parity) {
       const std::uint8_t* row[NT];
       const float* scale[NT];
-      for (int j = 0; j < NT; ++j) {  // past the end: the last row again, masked by the caller
-        const int t = smaller(t0 + parity + 2 * j, n - 1);
-        row[j] = rows.base + t * stride;
-        scale[j] = scales + t * groups;
+      for (int j = 0; j < NT; ++j) {
+        const int t = t0 + parity + 2 * j;
+        row[j] = row_of[t];
+        scale[j] = scales + (t < n ? t : n - 1) * groups;
       }
       typename I::F result;
       if constexpr (BLOCKS) {
@@ -413,15 +421,130 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
       } else {
         typename I::W sums[L];
 #pragma GCC unroll 16
-        for (int i = 0; i < L; ++i) sums[i] = I::first_word(start[i % MR]);
+        for (int i = 0; i < L; ++i) sums[i] = I::zero_words();
         each_group<I, F>(dim, 0, groups, [&](int g, auto codes_of) {
           multiply_row_group<I, MR, F>(lut, row, codes_of, q + g * GROUP, query_stride, sums);
         });
-        result = I::mul(I::to_float(I::reduce(sums)),
+        const typename I::W total = I::add_words(I::reduce(sums), starts);
+        result = I::mul(I::to_float(total),
                         I::template spread<MR>(scales + parity * (TILE / 2) + t0 / 2));
       }
       I::store(out + parity * plane + t0 / 2 * MR, I::mul(result, row_factor));
     }
+  return ok;
+}
+
+// score for 4-bit formats, with a token in each lane: nothing is left to add up across lanes. Per
+// step LANES even and as many odd tokens. Token 4-by-N (N 128-bit lanes): token j sits in element
+// j / N of 128-bit lane j % N, so that transposing rows within lanes gives tokens in order.
+//
+// I provides tokens_to_lanes (the groups of LANES tokens -> their 32-bit words 0..3), key_step (two
+// codes of each word, as 16-bit entries) and lanes_to_tokens (MR vectors of lanes -> [token][MR]).
+constexpr int lane_element(int position) {  // step s of word k: codes s / 2 and s / 2 + 2 of the word
+  const int step = position / 2 % 4;
+  return position / 8 * 4 + step % 2 * 16 + step / 2 + position % 2 * 2;
+}
+
+template <class I, int MR, int F, int STEP>
+inline void multiply_step(const typename I::Lut& lut, const typename I::W* word,
+                          const std::int16_t* q, std::ptrdiff_t query_stride, typename I::W* sums) {
+  typename I::W key[2];
+#pragma GCC unroll 2
+  for (int p = 0; p < 2; ++p) key[p] = I::template key_step<F, STEP>(lut, word[p]);
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; ++r) {
+    std::int32_t two;
+    std::memcpy(&two, q + r * query_stride + 2 * STEP, 4);
+    const typename I::W qv = I::held(I::set_words(two));
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; ++p) sums[2 * r + p] = I::madd(sums[2 * r + p], key[p], qv);
+  }
+}
+
+template <class I, int MR, int F>
+bool score_lanes(const Rows& rows, const Table& table, const void* query,
+                 std::ptrdiff_t query_stride, const float* row_scale, const std::int32_t* start,
+                 float* scales, float* out, std::ptrdiff_t plane) {
+  constexpr bool BLOCKS = path_of(F) == BLOCK;
+  // A multiply-add with accumulation takes 5 cycles on 16 lanes, where two sums a row are kept.
+  constexpr int L = I::LANES, CHAINS = L == 16 && !BLOCKS ? 2 : 1;
+  const int n = rows.n, dim = rows.dim, groups = groups_of(dim);
+  alignas(64) std::uint16_t halves[BLOCKS ? MAX_SCALES : TILE];
+  const std::uint8_t* row_of[TILE];
+  if (n < TILE) std::memset(halves, 0, std::size_t(BLOCKS ? groups * TILE : TILE) * 2);
+  const std::uint8_t* row = rows.base;
+  for (int t = 0; t < n; ++t, row += rows.stride) {
+    row_of[t] = row;
+    if constexpr (BLOCKS) {  // [group][step][parity][lane]
+      const int j = t / 2 % L, lane = j % (L / 4) * 4 + j / (L / 4);
+      std::uint16_t* const h = halves + t / (2 * L) * (2 * L) + t % 2 * L + lane;
+      for (int g = 0; g < groups; ++g) h[g * TILE] = load_u16(row + block_bytes(F) * g);
+    } else {
+      halves[(t & 1) * (TILE / 2) + t / 2] = load_u16(row + row_bytes(F, dim) - 2);
+    }
+  }
+  for (int t = n; t < TILE; ++t) row_of[t] = row_of[n - 1];  // masked by the caller
+  const bool ok = convert_scales<I>(halves, BLOCKS ? groups * TILE : TILE, scales);
+
+  const typename I::Lut lut(table.entry);
+  const typename I::F row_factor = I::template repeat<MR>(row_scale);
+  const auto* q = static_cast<const std::int16_t*>(query);
+  for (int t0 = 0; t0 < n; t0 += 2 * L) {
+    typename I::W sums[CHAINS][2 * MR];
+    typename I::F total[2 * MR];
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * MR; ++i) {
+      total[i] = I::zero();
+      for (int c = 0; c < CHAINS; ++c) sums[c][i] = I::zero_words();
+    }
+    each_group<I, F>(dim, 0, groups, [&](int g, auto codes_of) {
+      typename I::W word[4][2];
+#pragma GCC unroll 2
+      for (int p = 0; p < 2; ++p) {
+        typename I::W words[4];
+        I::tokens_to_lanes([&](int j) { return codes_of(row_of[t0 + p + 2 * j]).bytes; },
+                           words);
+        for (int k = 0; k < 4; ++k) word[k][p] = words[k];
+      }
+      const std::int16_t* qg = q + g * GROUP;
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k, qg += 8) {
+        multiply_step<I, MR, F, 0>(lut, word[k], qg, query_stride, sums[0]);
+        multiply_step<I, MR, F, 2>(lut, word[k], qg, query_stride, sums[CHAINS - 1]);
+        multiply_step<I, MR, F, 1>(lut, word[k], qg, query_stride, sums[0]);
+        multiply_step<I, MR, F, 3>(lut, word[k], qg, query_stride, sums[CHAINS - 1]);
+      }
+      if constexpr (BLOCKS)
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * MR; ++i) {
+          const typename I::F scale = I::load(scales + g * TILE + t0 + i % 2 * L);
+          total[i] = I::fma(I::to_float(sums[0][i]), scale, total[i]);
+          sums[0][i] = I::zero_words();
+        }
+    });
+    for (int p = 0; p < 2; ++p) {
+      typename I::F lanes[MR], token[MR];
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; ++r) {
+        if constexpr (BLOCKS) {
+          lanes[r] = total[2 * r + p];
+        } else {
+          typename I::W sum = I::add_words(sums[0][2 * r + p], I::set_words(start[r]));
+          if constexpr (CHAINS == 2) sum = I::add_words(sum, sums[1][2 * r + p]);
+          lanes[r] = I::to_float(sum);
+        }
+      }
+      I::template lanes_to_tokens<MR>(lanes, token);
+#pragma GCC unroll 4
+      for (int i = 0; i < MR; ++i) {
+        const int at = t0 / 2 + L / MR * i;
+        typename I::F result = I::mul(token[i], row_factor);
+        if constexpr (!BLOCKS)
+          result = I::mul(result, I::template spread<MR>(scales + p * (TILE / 2) + at));
+        I::store(out + p * plane + at * MR, result);
+      }
+    }
+  }
   return ok;
 }
 
@@ -566,9 +689,24 @@ inline void accumulate_real(const float* w, std::ptrdiff_t plane, const float* v
     for (int i = 0; i < ND; ++i) I::store(out + r * out_stride + i * L, acc[r][i]);
 }
 
-template <class I, int MR, int ND>
+template <class I, int ND>
+inline void load_values(const std::int16_t* v, typename I::W* out) {
+#pragma GCC unroll 4
+  for (int i = 0; i < ND; ++i) out[i] = I::held(I::load_words(v + 2 * I::LANES * i));
+}
+
+// Two vectors of words from each vector of bytes.
+template <class I, int ND>
+inline void load_values(const std::uint8_t* v, typename I::W* out) {
+#pragma GCC unroll 2
+  for (int i = 0; i < ND; i += 2)
+    I::even_odd(I::load_words(reinterpret_cast<const std::int16_t*>(v + 2 * I::LANES * i)),
+                out + i);
+}
+
+template <class I, int MR, int ND, class Value>
 inline void accumulate_coded(const std::int32_t* w, const float* step, const std::int32_t* start,
-                             const std::int16_t* v, int width, int pairs, float* out,
+                             const Value* v, int width, int pairs, float* out,
                              std::ptrdiff_t out_stride) {
   constexpr int L = I::LANES;
   typename I::W acc[MR][ND];
@@ -576,18 +714,21 @@ inline void accumulate_coded(const std::int32_t* w, const float* step, const std
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
     for (int i = 0; i < ND; ++i) acc[r][i] = I::set_words(start[r]);
-#pragma GCC unroll 2
-  for (int t = 0; t < pairs; ++t, v += 2 * width, w += MR) {
+  const auto add_pair = [&](const Value* values, const std::int32_t* words) {
     typename I::W vv[ND];
-#pragma GCC unroll 4
-    for (int i = 0; i < ND; ++i) vv[i] = I::held(I::load_words(v + 2 * i * L));
+    load_values<I, ND>(values, vv);
 #pragma GCC unroll 4
     for (int r = 0; r < MR; ++r) {
-      const typename I::W ww = I::held(I::set_words(w[r]));
+      const typename I::W ww = I::held(I::set_words(words[r]));
 #pragma GCC unroll 4
       for (int i = 0; i < ND; ++i) acc[r][i] = I::madd(acc[r][i], ww, vv[i]);
     }
+  };
+  for (; pairs > 1; pairs -= 2, v += 4 * width, w += 2 * MR) {
+    add_pair(v, w);
+    add_pair(v + 2 * width, w + MR);
   }
+  if (pairs) add_pair(v, w);
 #pragma GCC unroll 4
   for (int r = 0; r < MR; ++r) {
     const typename I::F s = I::set(step[r]);
@@ -614,7 +755,8 @@ void accumulate(const void* weights, std::ptrdiff_t plane, const float* step, co
       accumulate_real<I, MR, ND>(static_cast<const float*>(weights), plane, v + d, width, pairs,
                                  out + d, out_stride);
   } else {
-    const auto* v = static_cast<const std::int16_t*>(values);
+    using Value = std::conditional_t<P == ROW, typename I::RowValue, std::int16_t>;
+    const auto* v = static_cast<const Value*>(values);
     const auto* w = static_cast<const std::int32_t*>(weights);
     std::int32_t start[MR] = {};
     if constexpr (P == ROW) offset_start<I, MR>(w, pairs, offset, start);
@@ -1009,6 +1151,7 @@ constexpr Kernels make_kernels(const char* name) {
       name,
       I::UNSIGNED_ROWS,
       I::key_element,
+      I::key_element,
       I::value_element,
       {decode_real_keys<I, F16>, decode_real_keys<I, BF16>, decode_real_keys<I, FP8_E4M3>,
        decode_keys_coded<I, Q8_0>, decode_keys_coded<I, Q4_0>, decode_keys_coded<I, TBQ4_0>,
@@ -1043,6 +1186,23 @@ constexpr Kernels make_kernels(const char* name) {
        decode_row<I, Q4_0>, decode_row<I, TBQ4_0>, decode_row<I, TBQ3_0>, decode_row<I, TQ4>,
        decode_row<I, TQ3>},
       finite<I>};
+}
+
+// With the 4-bit formats scored by lanes.
+template <class I>
+constexpr Kernels with_lanes(Kernels kernels) {
+  const auto use = [&](int f, auto one, auto two, auto four) {
+    kernels.score[f][0] = one;
+    kernels.score[f][1] = two;
+    kernels.score[f][2] = four;
+  };
+  use(Q4_0, score_lanes<I, 1, Q4_0>, score_lanes<I, 2, Q4_0>, score_lanes<I, 4, Q4_0>);
+  use(TBQ4_0, score_lanes<I, 1, TBQ4_0>, score_lanes<I, 2, TBQ4_0>, score_lanes<I, 4, TBQ4_0>);
+  use(TQ4, score_lanes<I, 1, TQ4>, score_lanes<I, 2, TQ4>, score_lanes<I, 4, TQ4>);
+  kernels.score_element = [](int format, int position) {
+    return packed4(format) ? lane_element(position) : I::key_element(format, position);
+  };
+  return kernels;
 }
 
 }  // namespace
