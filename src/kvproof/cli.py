@@ -31,7 +31,26 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from kvproof import __version__
+
+        print(f"kvproof {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Model = Annotated[
@@ -132,7 +151,7 @@ def _print_json(document: Any) -> None:
 def _table(
     title: str, columns: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Any]
 ) -> None:
-    """A plain table on stdout; numbers are right-aligned, nothing is cut off when piped."""
+    """A plain table on stdout; numbers are right-aligned; piped, each row is one whole line."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -147,9 +166,13 @@ def _table(
     for row in body:
         table.add_row(*row)
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(table)
+    if console.is_terminal:
+        console.print(table)
+        return
+    console = Console(width=10_000)
+    with console.capture() as lines:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in lines.get().splitlines()))
 
 
 @contextmanager
@@ -202,12 +225,18 @@ def _fetch_progress() -> Iterator[Callable[[Any], Any]]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("", total=None, visible=False)  # most models are here already
 
         def report(p: Any) -> None:
             if say(p):
                 text = escape(_safe(f"{p.step}: {p.text}"))
-                progress.update(task, description=text, completed=p.done, total=p.total or None)
+                progress.update(
+                    task,
+                    description=text,
+                    completed=p.done,
+                    total=p.total or None,
+                    visible=True,
+                )
 
         yield report
 
@@ -218,6 +247,21 @@ def _resolve(model: str) -> Path:
 
     with _fetch_progress() as report:
         return models.resolve(model, report)
+
+
+ENGINE = ("torch", "transformers", "tokenizers", "sentencepiece")
+
+
+def _need_engine() -> None:
+    """Refused with what to install, before anything is fetched or measured."""
+    import importlib.util
+
+    missing = [name for name in ENGINE if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Refused(
+            f"running a model needs {', '.join(missing)}, not installed here: "
+            "pip install 'kvproof[transformers]'"
+        )
 
 
 _NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
@@ -275,16 +319,16 @@ def inspect(
     """Layers by shape, and the bytes of a cache in every format."""
     from kvproof.geometry import index_ranges, inspect_model
 
-    document = inspect_model(
-        _resolve(model), context, _size(memory) if memory is not None else None
-    )
+    room = _size(memory) if memory is not None else None
+    document = inspect_model(_resolve(model), context, room)
     if json_:
         _print_json(document)
         return
     groups = document["groups"]
+    made_for = document["context_length"]
     _say(
         f"{document['architecture']}, {len(document['layers'])} layers, trained for "
-        f"{document['context_length'] or '?'} tokens; cache at {document['context']:,} tokens"
+        f"{f'{made_for:,}' if made_for else '?'} tokens; cache at {document['context']:,} tokens"
     )
     shape = ("layers", "heads", "KV heads", "head_dim K/V", "window", "cache", "tokens held")
     _table(
@@ -435,7 +479,7 @@ def doctor(json_: Json = False) -> None:
         env = row["environment"]
         _say(
             f"{row['backend']}: {env['device']}, instruction set {env['isa']}, "
-            f"{env['threads']} threads, kernels {row['digest'][:12]}"
+            f"threads {env['threads']}, kernels {row['digest'][:12]}"
         )
     have = ", ".join(name for name, ok in isas().items() if ok)
     lack = ", ".join(name for name, ok in isas().items() if not ok) or "none"
@@ -448,7 +492,8 @@ def doctor(json_: Json = False) -> None:
 def verify(
     backend: Annotated[str, typer.Option("--backend", help="A backend, or all.")] = "all",
     check: Annotated[
-        list[str] | None, typer.Option("--check", help="Only this check; may be repeated.")
+        list[str] | None,
+        typer.Option("--check", help="Only this check, e.g. row or fused; may be repeated."),
     ] = None,
     fixtures: Annotated[
         Path | None, typer.Option(help="Folder of public fixture files (JSON) to run too.")
@@ -587,6 +632,7 @@ def decide(
     rules = _policy(policy)
     seconds = _duration(budget) if budget is not None else None
     words = _text(text)
+    _need_engine()
     path = _resolve(model)
     folder = _out(out, model)
     store = _store(folder)
@@ -608,6 +654,8 @@ def decide(
     else:
         _print_decision(result)
         _say(f"report: {paths['report.html']}")
+        if any(v.status == "inconclusive" for v in result.decision.verdicts):
+            _say("to settle what is inconclusive, run the same again: it measures what is missing")
     _exit_for(result.evidence)
 
 
@@ -625,16 +673,26 @@ def _measure(
     kind: str, model: str, rules: Any, out: Path | None, text: Path | None, json_: bool
 ) -> None:
     """`bench` and `quality`: one measurement of decide, without its decision."""
+    from kvproof.decision import BASELINE
     from kvproof.lanes.kv import decide_model
 
     words = _text(text)
+    _need_engine()
     path = _resolve(model)
     store = _store(_out(out, model))
     with _progress() as tell:
         result = decide_model(
             path, rules, store, name=model, progress=tell, measures=(kind,), **words
         )
-    records = [e for e in result.evidence if e.subject["kind"] in (kind, "gate", "candidate")]
+    # The folder may hold more of earlier runs than was asked for now.
+    pairs = {c.name for c in (*rules.pairs(), BASELINE)}
+    records = [
+        e
+        for e in result.evidence
+        if e.subject["kind"] in (kind, "gate", "candidate")
+        and f"{e.subject.get('key')}/{e.subject.get('value')}" in pairs
+        and (kind != "speed" or e.subject.get("depth") in (None, *rules.depths))
+    ]
     if json_:
         _print_json({"results": [e.document() | {"id": e.id} for e in records]})
     else:
@@ -676,13 +734,18 @@ def _print_measured(kind: str, records: Sequence[Evidence]) -> None:
                     f"{m['tokens_per_second']:.1f}",
                     f"{m['tokens_per_second_f16']:.1f}",
                     interval(m, "ratio", ".3f"),
-                    f"{m['attention_share']:.0%}",
+                    # Timed on its own, after the rounds: on a busy machine it can come out longer.
+                    f"{m['attention_share']:.0%}" if m["attention_share"] <= 1 else "-",
                     str(s.get("kernels", "")),
                 )
             )
-    quality = ("keys/values", "KLD, nats", "same top token", "change of loss", "tokens")
+    quality = (
+        "keys/values", "KLD, nats [95 %]", "same top token", "change of loss", "tokens"
+    )  # fmt: skip
     speed = ("keys/values", "what", "tok/s", "f16", "ratio [95 %]", "attention", "kernels")
     _table("", quality if kind == "quality" else speed, rows)
+    if any(e.metrics.get("contended") for e in records):
+        _say("other programs used the processor meanwhile: the ratios stay fair, tok/s are low")
 
 
 @app.command()
@@ -788,6 +851,9 @@ def report(
             _say(str(path))
 
 
+LINES_NAMED = 8  # bad lines of `merge` that are printed
+
+
 @app.command()
 def merge(
     evidence: Annotated[list[Path], typer.Argument(help="Evidence files (JSON Lines).")],
@@ -809,14 +875,19 @@ def merge(
                 bad.append(f"{path}: {e.reason}")
             else:
                 kept.setdefault(e.id, e)
+    if not kept:
+        first = bad[0] if bad else "they are empty"
+        raise RequestError(f"no readable evidence in {', '.join(map(str, evidence))}: {first}")
     Store(out).append(*kept.values())
     devices = sorted({e.environment.device for e in kept.values()})
     if json_:
         _print_json({"records": len(kept), "devices": devices, "left_out": bad, "path": str(out)})
     else:
         _say(f"{out}: {len(kept)} records of {', '.join(devices) or 'no device'}")
-        for line in bad:
+        for line in bad[:LINES_NAMED]:
             _say(f"left out: {line}", err=True)
+        if bad[LINES_NAMED:]:
+            _say(f"left out: {len(bad) - LINES_NAMED} more (--json lists all)", err=True)
     raise typer.Exit(1 if bad else 0)
 
 
@@ -828,7 +899,8 @@ def run(
     key: KeyType = None,
     value: ValueType = None,
     decision: Annotated[
-        Path | None, typer.Option(help="decision.json: use what was chosen there.")
+        Path | None,
+        typer.Option(help="decision.json, or its folder: use what was chosen there."),
     ] = None,
     backend: BackendName = "cpu",
     strict: Annotated[
@@ -837,22 +909,28 @@ def run(
     json_: Json = False,
 ) -> None:
     """Continue a text, greedily, with the cache held in the named formats."""
-    from kvproof import backends
+    from kvproof import backends, report
     from kvproof.formats import get
 
-    notes: list[str] = []
+    decided: dict[str, Any] | None = None
     if decision is None:
         key, value = get(key or "f16").name, get(value or "f16").name
     elif key is not None or value is not None:
         raise RequestError("--decision names both formats: leave out --cache-type-k and -v")
     else:
-        key, value, notes = _decided(decision, backend)
-    if strict and notes:
-        raise RequestError(f"--strict: {'; '.join(notes)}")
-    for note in notes:
-        _say(f"kvproof: {note}", err=True)
+        file = decision / report.DECISION if decision.is_dir() else decision
+        decided = report.read(file)
+        chosen = decided["decisions"][0]["chosen"]
+        key, value = get(chosen["key"]).name, get(chosen["value"]).name
     backends.get(backend)
+    _need_engine()
     path = _resolve(model)
+    notes = _differences(decided, path, backend) if decided else []
+    if notes:
+        text = f"{'; '.join(notes)}; run `kvproof decide` on this model here"
+        if strict:
+            raise RequestError(f"--strict: {text}")
+        _say(f"kvproof: {text}", err=True)
     from kvproof.engines.transformers import load
 
     with _progress() as tell:
@@ -908,24 +986,24 @@ def run(
     )
 
 
-def _decided(path: Path, backend: str) -> tuple[str, str, list[str]]:
-    """Key and value format of a decision.json, and what differs between there and here."""
-    from kvproof import report
+def _differences(decided: Mapping[str, Any], path: Path, backend: str) -> list[str]:
+    """What differs between where a decision was made and this run of it."""
     from kvproof.backends import get
-
-    entry = report.read(path)["decisions"][0]
-    chosen = entry["chosen"]["key"], entry["chosen"]["value"]
-    made_on = (entry["backend"], entry["device"])
     from kvproof.evidence import Environment
+    from kvproof.lanes.kv import model_digest
 
-    here = (backend, Environment.current(get(backend).environment()).device)
+    entry = decided["decisions"][0]
+    be = get(backend)
+    made_on = (entry["backend"], entry["device"])
+    here = (backend, Environment.current(be.environment()).device)
     notes = []
+    if decided["model"]["sha256"] != model_digest(path):
+        notes.append(f"the decision is about another model, {decided['model']['name']}")
     if made_on != here:
-        notes.append(
-            f"the decision was made on {' '.join(made_on)}, this is {' '.join(here)}; run "
-            "`kvproof decide` here"
-        )
-    return *chosen, notes
+        notes.append(f"the decision was made on {' '.join(made_on)}, this is {' '.join(here)}")
+    elif decided["digest"] != be.digest():
+        notes.append("the decision was made with other kernels than those installed now")
+    return notes
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The command line: exit codes, one line per error, one JSON document on stdout."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -8,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvproof import cli
+from kvproof import __version__, backends, cli
+from kvproof.evidence import Environment
 from kvproof.geometry import index_ranges
 from kvproof.gguf import write_gguf
+from kvproof.lanes.kv import model_digest
 
 
 def call(
@@ -191,3 +194,54 @@ def test_bench_without_a_model_times_attention_of_passed_kernels(kv, tmp_path: P
         assert r["gates"]
     stored = Store(tmp_path / "evidence.jsonl").read()
     assert [e.outcome for e in stored].count("PASSED") == len(records)
+
+
+def test_version(kv) -> None:  # type: ignore[no-untyped-def]
+    assert kv("--version")[:2] == (0, f"kvproof {__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["decide", "quality", "bench", "run"])
+def test_without_torch_one_line_says_what_to_install(  # type: ignore[no-untyped-def]
+    kv, model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if n == "torch" else find(n, *a)
+    )
+    where = ("-p", "x") if command == "run" else ("--out", str(tmp_path / "out"))
+    code, out, err = kv(command, model, *where)
+    assert (code, out) == (3, "")
+    assert err.count("\n") == 1 and "torch" in err and "kvproof[transformers]" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_piped_tables_have_one_line_a_row_and_no_trailing_blanks(capsys) -> None:  # type: ignore[no-untyped-def]
+    cli._table("", ("a", "why"), [("x", "word " * 100), ("y", "short")])
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith(("x", "y"))]) == 2
+    assert lines == [line.rstrip() for line in lines]
+
+
+def test_merge_of_nothing_readable_writes_nothing(kv, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    prose, out = tmp_path / "prose.jsonl", tmp_path / "out.jsonl"
+    prose.write_text("not evidence\n" * 3)
+    code, _, err = kv("merge", str(prose), "-o", str(out))
+    assert code == 2 and "no readable evidence" in err and err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_a_decision_used_elsewhere_says_what_differs(model) -> None:  # type: ignore[no-untyped-def]
+    backend = backends.get("cpu")
+    device = Environment.current(backend.environment()).device
+    made = {
+        "decisions": [{"backend": "cpu", "device": device}],
+        "model": {"name": "toy", "sha256": model_digest(Path(model))},
+        "digest": backend.digest(),
+    }
+    assert cli._differences(made, Path(model), "cpu") == []
+    [note] = cli._differences(made | {"model": {"name": "big", "sha256": "0"}}, Path(model), "cpu")
+    assert "another model, big" in note
+    [note] = cli._differences(made | {"digest": "0"}, Path(model), "cpu")
+    assert "other kernels" in note
+    [note] = cli._differences(made, Path(model), "reference")
+    assert f"made on cpu {device}, this is reference" in note
