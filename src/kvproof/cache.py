@@ -12,6 +12,7 @@ until `evict`. `nbytes` is the size of the buffers as allocated, `used_bytes` of
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,13 @@ class LayerCache:
     def attention(self, q: Any, *, scale: float | None = None, threads: int | None = None) -> Any:
         """Attention of the last n_q tokens over the cache: q float32 `[n_q, num_heads, head_dim_k]`
         gives `[n_q, num_heads, head_dim_v]`. `scale` None is 1 / sqrt(head_dim_k)."""
+        heads, dim = self.geometry.num_heads, self.geometry.head_dim_k
+        if tuple(q.shape[1:]) != (heads, dim):
+            raise RequestError(
+                f"layer {self.index}: queries must be [tokens, {heads}, {dim}], got {list(q.shape)}"
+            )
+        if scale is not None and not math.isfinite(scale):
+            raise RequestError(f"layer {self.index}: scale {scale} is not finite")
         n_q = q.shape[0]
         if n_q > self.length or self._first_held > self._first_needed(self.length - n_q):
             raise RequestError(
@@ -150,7 +158,7 @@ class LayerCache:
 
     def check_crop(self, length: int) -> None:
         """RequestError if `crop(length)` would need rows that are gone."""
-        if not 0 <= length <= self.length:
+        if type(length) is not int or not 0 <= length <= self.length:
             raise RequestError(
                 f"layer {self.index}: cannot crop to {length} tokens, it has seen {self.length}"
             )
@@ -214,8 +222,11 @@ class LayerCache:
         self._start, self._end = 0, self.cached
 
     def _rows(self, x: Any, side: str, head_dim: int) -> NDArray[np.float32]:
-        rows = np.asarray(x)
         heads = self.geometry.num_kv_heads
+        try:
+            rows = np.asarray(x.detach() if hasattr(x, "detach") else x)
+        except (TypeError, ValueError) as error:  # bfloat16, another device, ragged lists
+            raise RequestError(f"layer {self.index}: {side}s: {error}") from error
         if rows.ndim != 3 or rows.shape[1:] != (heads, head_dim) or rows.dtype != np.float32:
             raise RequestError(
                 f"layer {self.index}: {side}s must be float32 [tokens, {heads}, {head_dim}], "

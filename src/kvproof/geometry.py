@@ -42,7 +42,7 @@ _NAME = re.compile(r"[\w.-]{1,64}")
 
 
 def _check_tokens(name: str, number: int) -> None:
-    if not 1 <= number <= MAX_TOKENS:
+    if type(number) is not int or not 1 <= number <= MAX_TOKENS:
         raise RequestError(f"{name}: expected 1 to {MAX_TOKENS}, found {number}")
 
 

@@ -15,6 +15,7 @@ from kvproof import cli, report
 from kvproof.decision import Policy, decide
 from kvproof.errors import Refused, RequestError
 from kvproof.evidence import Environment, Evidence, Outcome, Store, _sha256, canonical
+from kvproof.formats import get as get_format
 from kvproof.gguf import GGUF, write_gguf
 from kvproof.lanes import kv as lane
 
@@ -353,3 +354,44 @@ def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(RequestError, match="No space left"):
         report._replace(tmp_path / "report.html", "x")
     assert list(tmp_path.iterdir()) == []
+
+
+# --- Python API -----------------------------------------------------------------------------------
+
+
+def test_arrays_that_do_not_fit_are_refused(tmp_path):
+    from kvproof.backends import get
+    from kvproof.cache import KVCache
+    from kvproof.geometry import geometry
+
+    shape = geometry(gguf(tmp_path / "m.gguf", llama__attention__head_count_kv=np.uint32(1)))
+    rows = np.ones((4, 1, 32), np.float32)
+    layer = KVCache(shape).layer(0)
+    layer.append(rows, rows)
+    q = np.ones((1, 2, 32), np.float32)
+    reference = get("reference")
+    blocks = reference.encode(get_format("f16"), np.ones((4, 2, 32), np.float32))
+
+    def attention(q, v=blocks, **options):
+        return reference.attention(q, blocks, v, key="f16", value="f16", **options)
+
+    assert layer.attention(q).shape == attention(q).shape == (1, 2, 32)
+    for call_it in (
+        lambda: layer.append(rows.astype(">f4"), rows),
+        lambda: layer.append([[1], [1, 2]], rows),
+        lambda: layer.attention(q[:, :1]),
+        lambda: layer.attention(np.ones((1, 4, 32), np.float32)),
+        lambda: layer.attention(q, scale=float("nan")),
+        lambda: layer.crop(1.5),
+        lambda: shape.kv_bytes(1.5, "f16", "f16"),
+        lambda: attention(q * np.float32("nan")),
+        lambda: attention(q.astype(np.complex64)),
+        lambda: attention(q[0]),
+        lambda: attention(q, blocks[:-1]),
+        lambda: attention(q, blocks[:, :1]),
+        lambda: attention(q, scale=float("inf")),
+        lambda: reference.encode(get_format("f16"), [[1], [1, 2]]),
+    ):
+        with pytest.raises(RequestError):
+            call_it()
+    assert layer.length == 4

@@ -17,6 +17,7 @@ import kvproof.formats as formats
 from kvproof import rotation
 from kvproof.errors import RequestError
 from kvproof.formats import Format
+from kvproof.formats.base import as_float32
 
 
 class ReferenceBackend:
@@ -54,7 +55,7 @@ class ReferenceBackend:
 
     def scores64(self, fmt: Format, q: Any, blocks: Any, scale: Any = None) -> NDArray[np.float64]:
         """`scores` before rounding to float32."""
-        queries, keys = np.asarray(q, np.float32), np.asarray(blocks)
+        queries, keys = _queries(q), np.asarray(blocks)
         if queries.ndim == 2 and keys.ndim == 2:
             return self.scores64(fmt, queries[:, None], keys[:, None], scale)[:, 0]
         rows = fmt.decode_rotated(keys, 1.0 if scale is None else scale)
@@ -104,20 +105,35 @@ class ReferenceBackend:
     ) -> NDArray[np.float64]:
         """`attention` before rounding to float32."""
         fk, fv = formats.get(key), formats.get(value)
-        queries = np.asarray(q, np.float32)
+        queries, keys, values = _queries(q), np.asarray(k_blocks), np.asarray(v_blocks)
+        check_shapes(queries, keys, fk.row_values(keys.shape[-1]))
+        if values.ndim != 3 or values.shape[:2] != keys.shape[:2]:
+            raise RequestError(
+                f"attention: keys {keys.shape} and values {values.shape} must agree in tokens and "
+                "KV heads"
+            )
+        if scale is not None and not np.isfinite(scale):
+            raise RequestError(f"attention: scale {scale} is not finite")
         n_q, heads, head_dim = queries.shape
-        n_kv, kv_heads = v_blocks.shape[:2]
-        scores = self.scores64(fk, queries, k_blocks, k_scale)
+        n_kv, kv_heads = values.shape[:2]
+        scores = self.scores64(fk, queries, keys, k_scale)
         scores *= 1 / np.sqrt(head_dim) if scale is None else scale
         scores = np.where(visible(n_q, n_kv, causal, window)[:, None, :], scores, -np.inf)
         weights = softmax(scores)
-        rows = fv.decode_rotated(np.asarray(v_blocks), 1.0 if v_scale is None else v_scale)
+        rows = fv.decode_rotated(values, 1.0 if v_scale is None else v_scale)
         shared = np.repeat(rows, heads // kv_heads, axis=1)
         out: NDArray[np.float64] = np.einsum("qht,thd->qhd", weights, shared, optimize=True)
         if fv.spin is None:
             return out
         plain: NDArray[np.float64] = out @ fv.spin.matrix(out.shape[-1])
         return plain
+
+
+def _queries(q: Any) -> NDArray[np.float32]:
+    queries = as_float32(q, "q")
+    if not np.isfinite(queries).all():
+        raise RequestError("attention: q has a NaN or infinity")
+    return queries
 
 
 def visible(n_q: int, n_kv: int, causal: bool, window: int | None) -> NDArray[np.bool_]:

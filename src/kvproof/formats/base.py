@@ -209,7 +209,10 @@ def _tamed(rows: Floats) -> Floats:
 def as_float32(x: ArrayLike, what: str) -> Floats:
     """Real numbers as a float32 array of at least one axis; RequestError names `what`
     otherwise."""
-    values = np.asarray(x)
+    try:
+        values = np.asarray(x.detach() if hasattr(x, "detach") else x)
+    except (TypeError, ValueError) as error:  # ragged lists, bfloat16, tensors of another device
+        raise RequestError(f"{what}: needs an array of real numbers: {error}") from error
     if values.ndim == 0 or values.dtype.kind not in "fiu":
         raise RequestError(
             f"{what}: needs an array of real numbers, got {values.dtype} {values.shape}"
