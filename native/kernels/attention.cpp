@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstring>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "ops.h"
 #include "pool.h"
@@ -261,8 +263,20 @@ class Attention {
     carve(measure, layout);
     const std::size_t bytes = measure.used();
     for (int i = 0; i < std::max(1, threads); ++i) pool.scratch(i).at_least(bytes);
-    partial_ = static_cast<float*>(pool.shared().at_least(
-        chunks_ > 1 ? std::size_t(tasks) * partial_size() * sizeof(float) : 1));
+    if (chunks_ > 1) {  // queries are prepared once for all chunks
+      const int blocks = heads * blocks_;
+      std::vector<Prepared> prepared(std::size_t(blocks), Prepared{});
+      const auto share = [&](Carver c) {
+        partial_ = c.take<float>(std::size_t(tasks) * partial_size());
+        for (Prepared& p : prepared) p.carve(c, keys_.dim);
+        return c.used();
+      };
+      share(Carver(pool.shared().at_least(share(Carver()))));
+      prepared_ = std::move(prepared);
+      pool.run(blocks, threads, [&](int task, int) {
+        prepare(task / blocks_, task % blocks_, prepared_[std::size_t(task)]);
+      });
+    }
     std::atomic<bool> ok{true};
     pool.run(tasks, threads, [&](int task, int worker) {
       Worker w;
@@ -318,6 +332,16 @@ class Attention {
     return partial_ + (std::size_t(head * blocks_ + block) * chunks_ + chunk) * partial_size();
   }
 
+  void prepare(int head, int block, Prepared& to) const {
+    const int n = rows_of(block);
+    RowGroup groups[BLOCK_ROWS];
+    const int n_groups = split_rows(n, groups);
+    const float factor = factor_ * (keys_.head_scale ? keys_.head_scale[head] : 1.f);
+    for (int r = 0; r < groups[n_groups - 1].first + groups[n_groups - 1].width; ++r)
+      plan_.prepare(r < n ? query_row(q_, group_, head, block * BLOCK_ROWS + r) : nullptr, factor,
+                    r, n_groups, to);
+  }
+
   bool chunk_task(int head, int block, int chunk, Worker& w) const {
     const int n = rows_of(block);
     RowGroup groups[BLOCK_ROWS];
@@ -332,13 +356,12 @@ class Attention {
     std::memset(w.sum_of_values, 0, std::size_t(all) * value_width_ * sizeof(float));
     bool ok = true;
     if (from < to) {
-      const float factor = factor_ * (keys_.head_scale ? keys_.head_scale[head] : 1.f);
-      for (int r = 0; r < all; ++r)
-        plan_.prepare(r < n ? query_row(q_, group_, head, block * BLOCK_ROWS + r) : nullptr, factor,
-                      r, n_groups, w.query);
+      if (chunks_ == 1) prepare(head, block, w.query);
+      const Prepared& query =
+          chunks_ == 1 ? w.query : prepared_[std::size_t(head * blocks_ + block)];
       for (int t = from; t < to; t += SUPER) {
         const int end = std::min(to, t + SUPER);
-        ok &= plan_.score(w.query, groups, n_groups, head, t, end, w.tile, w.scales, w.scores);
+        ok &= plan_.score(query, groups, n_groups, head, t, end, w.tile, w.scales, w.scores);
         for (int g = 0; g < n_groups; ++g) softmax(groups[g], block, n, t, end, w);
         ok &= add_values(groups, n_groups, head, t, end, w);
       }
@@ -461,6 +484,7 @@ class Attention {
   int value_element_[MAX_DIM + GROUP];
   int largest_weight_, chunk_, chunks_;
   float* partial_ = nullptr;
+  std::vector<Prepared> prepared_;  // [head][block], if there are several chunks
 };
 
 }  // namespace

@@ -186,3 +186,32 @@ def test_calls_from_several_python_threads(be):
     with ThreadPoolExecutor(4) as pool:
         for got in pool.map(lambda _: be.attention(q, k, k, key=f, value=f), range(40)):
             np.testing.assert_array_equal(got, want)
+
+
+def test_out_takes_every_result():
+    f = formats.get("tq4")
+    x = np.random.default_rng(0).standard_normal((70, 2, 64)).astype(np.float32)
+    q = x[:3].repeat(2, axis=1)
+    be = cpu.CpuBackend()
+    blocks = be.encode(f, x)
+    kv = {"key": f, "value": f}
+    calls = {
+        "encode": (lambda out: be.encode(f, x, out=out), np.uint8),
+        "decode": (lambda out: be.decode(f, blocks, out=out), np.float32),
+        "scores": (lambda out: be.scores(f, q, blocks, out=out), np.float32),
+        "flat": (lambda out: be.scores(f, q[:, 0], blocks[:, 0], out=out), np.float32),
+        "attention": (lambda out: be.attention(q, blocks, blocks, **kv, out=out), np.float32),
+    }
+    for name, (call, dtype) in calls.items():
+        want = call(None)
+        out = np.empty_like(want)
+        assert call(out) is out, name
+        np.testing.assert_array_equal(out, want, err_msg=name)
+        wide = np.empty((*want.shape[:-1], 2 * want.shape[-1]), dtype)
+        for bad, why in [
+            (out[1:], "needs"),
+            (out.astype(np.float64), "needs"),
+            (wide[..., ::2], "contiguous"),
+        ]:
+            with pytest.raises(RequestError, match=f"out .*{why}"):
+                call(bad)

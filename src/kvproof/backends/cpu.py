@@ -142,12 +142,27 @@ class CpuBackend:
         """SHA-256 over the compiled kernels and the sources of the formats."""
         return _shipped_digest()
 
-    def encode(self, fmt: str | Format, x: Any, scale: Any = None) -> NDArray[np.uint8]:
-        """Float32 `[..., n]` to uint8 `[..., row_bytes(n)]`, byte-equal to the format's encode."""
-        return self.encode_counted(fmt, x, scale)[0]
+    def encode(
+        self,
+        fmt: str | Format,
+        x: Any,
+        scale: Any = None,
+        *,
+        out: NDArray[np.uint8] | None = None,
+    ) -> NDArray[np.uint8]:
+        """Float32 `[..., n]` to uint8 `[..., row_bytes(n)]`, byte-equal to the format's encode.
+
+        As everywhere here, `out` takes the result: a contiguous NumPy array of its shape and dtype.
+        """
+        return self.encode_counted(fmt, x, scale, out=out)[0]
 
     def encode_counted(
-        self, fmt: str | Format, x: Any, scale: Any = None
+        self,
+        fmt: str | Format,
+        x: Any,
+        scale: Any = None,
+        *,
+        out: NDArray[np.uint8] | None = None,
     ) -> tuple[NDArray[np.uint8], Counters]:
         """`encode`, and how many scales or elements were saturated or flushed to zero."""
         f = format_of(fmt)
@@ -158,15 +173,23 @@ class CpuBackend:
         self._check("encode", f, n)
         rows = np.ascontiguousarray(values).reshape(-1, n)
         row_scale = _row_scales(f, scale, values.shape[:-1])
-        out = np.empty((len(rows), f.row_bytes(n)), np.uint8)
+        width = f.row_bytes(n)
+        result = _output(out, (*values.shape[:-1], width), np.uint8, f"{f.name}: encode")
         bad, saturated, flushed = _kernels.encode(
-            self.isa, default_threads(), f.name, rows, row_scale, out
+            self.isa, default_threads(), f.name, rows, row_scale, result.reshape(-1, width)
         )
         if bad >= 0:
             raise RequestError(f"{f.name}: row {bad}: non-finite input")
-        return out.reshape(*values.shape[:-1], out.shape[1]), Counters(saturated, flushed)
+        return result, Counters(saturated, flushed)
 
-    def decode(self, fmt: str | Format, blocks: Any, scale: Any = None) -> NDArray[np.float32]:
+    def decode(
+        self,
+        fmt: str | Format,
+        blocks: Any,
+        scale: Any = None,
+        *,
+        out: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float32]:
         """Uint8 `[..., row_bytes]` to float32 `[..., n]` in the plain basis."""
         f = format_of(fmt)
         raw = _bytes(blocks, f"{f.name}: decode")
@@ -176,32 +199,43 @@ class CpuBackend:
         self._check("decode", f, n)
         rows = np.ascontiguousarray(raw).reshape(-1, raw.shape[-1])
         row_scale = _row_scales(f, scale, raw.shape[:-1])
-        out = np.empty((len(rows), n), np.float32)
-        bad = _kernels.decode(self.isa, default_threads(), f.name, rows, n, row_scale, out)
+        result = _output(out, (*raw.shape[:-1], n), np.float32, f"{f.name}: decode")
+        bad = _kernels.decode(
+            self.isa, default_threads(), f.name, rows, n, row_scale, result.reshape(-1, n)
+        )
         if bad >= 0:
             raise RequestError(f"{f.name}: row {bad}: stored scale or element is not finite")
-        return out.reshape(*raw.shape[:-1], n)
+        return result
 
     def scores(
-        self, fmt: str | Format, q: Any, blocks: Any, scale: Any = None, threads: int | None = None
+        self,
+        fmt: str | Format,
+        q: Any,
+        blocks: Any,
+        scale: Any = None,
+        threads: int | None = None,
+        *,
+        out: NDArray[np.float32] | None = None,
     ) -> Any:
         """Plain dot products `[n_q, num_heads, n_kv]` (or `[n_q, n_kv]` from two-dimensional
         input)."""
         f = format_of(fmt)
         queries, keys = _floats(q, "scores: q"), _bytes(blocks, "scores: blocks")
         if queries.ndim == 2 and keys.ndim == 2:
-            flat = self.scores(f, queries[:, None], keys[:, None], scale, threads)
-            return _like(q, flat[:, 0])
+            shape = (len(queries), len(keys))
+            flat = _output(out, shape, np.float32, "scores")
+            self.scores(f, queries[:, None], keys[:, None], scale, threads, out=flat[:, None])
+            return _like(q, flat)
         check_shapes(queries, keys, f.row_values(keys.shape[-1]))
         self._check("scores", f, queries.shape[2])
-        out = np.empty((*queries.shape[:2], keys.shape[0]), np.float32)
-        if out.size:
+        result = _output(out, (*queries.shape[:2], keys.shape[0]), np.float32, "scores")
+        if result.size:
             bad = _kernels.scores(
                 self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
-                f.name, _head_scales(f, scale, keys.shape[1], "scale"), out,
+                f.name, _head_scales(f, scale, keys.shape[1], "scale"), result,
             )  # fmt: skip
             _refuse_bad_row(bad, f, "keys")
-        return _like(q, out)
+        return _like(q, result)
 
     def attention(
         self,
@@ -217,6 +251,7 @@ class CpuBackend:
         k_scale: Any = None,
         v_scale: Any = None,
         threads: int | None = None,
+        out: NDArray[np.float32] | None = None,
     ) -> Any:
         """Softmax attention of the last n_q positions over the cached rows, `[n_q, num_heads,
         head_dim_v]`; the same bytes for any number of threads."""
@@ -237,8 +272,8 @@ class CpuBackend:
             raise RequestError(f"attention: {n_q} queries but only {n_kv} cached tokens")
         if window is not None and window < 1:
             raise RequestError(f"attention: window {window} is not positive")
-        out = np.empty((n_q, queries.shape[1], dim_v), np.float32)
-        if out.size:
+        result = _output(out, (n_q, queries.shape[1], dim_v), np.float32, "attention")
+        if result.size:
             if not np.isfinite(queries).all():
                 raise RequestError("attention: q has a NaN or infinity")
             side, bad = _kernels.attention(
@@ -246,10 +281,10 @@ class CpuBackend:
                 _last_contiguous(values), fk.name, fv.name, dim_v, causal, min(window or 0, n_kv),
                 queries.shape[2] ** -0.5 if scale is None else float(scale),
                 _head_scales(fk, k_scale, keys.shape[1], "k_scale"),
-                _head_scales(fv, v_scale, keys.shape[1], "v_scale"), out,
+                _head_scales(fv, v_scale, keys.shape[1], "v_scale"), result,
             )  # fmt: skip
             _refuse_bad_row(bad, fv if side else fk, "values" if side else "keys")
-        return _like(q, out)
+        return _like(q, result)
 
     def _check(self, op: str, f: Format, head_dim: int) -> None:
         reason = self.refuses(op, f, head_dim)
@@ -285,6 +320,21 @@ def _bytes(x: Any, what: str) -> NDArray[np.uint8]:
     if values.dtype != np.uint8:
         raise RequestError(f"{what} must be a uint8 array of encoded rows, got {values.dtype}")
     return values
+
+
+def _output(
+    out: NDArray[Any] | None, shape: tuple[int, ...], dtype: type[np.generic], what: str
+) -> NDArray[Any]:
+    """`out` if the kernels can write the result into it, or a new array."""
+    if out is None:
+        return np.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype:
+        raise RequestError(
+            f"{what}: out is {out.dtype} {out.shape}, needs {np.dtype(dtype)} {shape}"
+        )
+    if not out.flags.c_contiguous or not out.flags.writeable:
+        raise RequestError(f"{what}: out must be contiguous and writable")
+    return out
 
 
 def _last_contiguous(x: NDArray[Any]) -> NDArray[Any]:
