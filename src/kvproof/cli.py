@@ -654,9 +654,29 @@ def decide(
     else:
         _print_decision(result)
         _say(f"report: {paths['report.html']}")
-        if any(v.status == "inconclusive" for v in result.decision.verdicts):
-            _say("to settle what is inconclusive, run the same again: it measures what is missing")
+        if seconds is not None and _cut_short(result, rules):
+            _say("the budget left some unmeasured: the same command again goes on from here")
     _exit_for(result.evidence)
+
+
+def _cut_short(result: Any, rules: Any) -> bool:
+    """Whether time was missing for a candidate that is still open."""
+    still = {
+        v.candidate.name
+        for v in result.decision.verdicts
+        if v.status in ("inconclusive", "not run")
+    }
+    return any(
+        f"{e.subject.get('key')}/{e.subject.get('value')}" in still
+        and (
+            (e.outcome == "NOT_RUN" and str(e.reason).startswith("budget"))
+            or (
+                e.subject["kind"] == "quality"
+                and e.metrics.get("tokens", rules.tokens_min) < rules.tokens_min
+            )
+        )
+        for e in result.evidence
+    )
 
 
 def _print_decision(result: Any) -> None:

@@ -398,7 +398,11 @@ def verify_evidence(
     for name in names:
         with contextlib.suppress(Refused):  # becomes NOT_RUN below; an unknown name ends here
             backend_registry.get(name)
-    done = _fixture_records(wanted, checks, fixtures, say)
+    published = wanted
+    if formats is not None and checks is None and fixtures is None:
+        known = {CHECK_OF.get(f.name) for f in rows}
+        published = tuple(c for c in wanted if c not in FIXTURE_BLOCK or c in known)
+    done = _fixture_records(published, checks, fixtures, say)
     for name in names:
         try:
             backend = backend_registry.get(name)
@@ -415,7 +419,10 @@ def verify_evidence(
         if "mutants" in wanted:
             done += mutant_evidence(backend, rows, say)
     if not done:
-        empty = f"nothing to check: checks {list(wanted)}, formats {[f.name for f in rows]}"
+        empty = (
+            f"nothing to check: {', '.join(wanted)} has no case of "
+            f"{', '.join(f.name for f in rows)}; leave one of --check and --format out"
+        )
         done.append(
             _record(
                 {"check": "none", "backend": ",".join(names)}, Outcome.FAILED, empty,

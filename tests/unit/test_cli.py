@@ -5,11 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvproof import __version__, backends, cli
+from kvproof.decision import Candidate, Policy
 from kvproof.evidence import Environment
 from kvproof.geometry import index_ranges
 from kvproof.gguf import write_gguf
@@ -245,3 +247,27 @@ def test_a_decision_used_elsewhere_says_what_differs(model) -> None:  # type: ig
     assert "other kernels" in note
     [note] = cli._differences(made, Path(model), "reference")
     assert f"made on cpu {device}, this is reference" in note
+
+
+@pytest.mark.parametrize(
+    ("record", "cut"),
+    [
+        (("speed", "NOT_RUN", "budget: no time left", {}), True),
+        (("quality", "PASSED", None, {"tokens": 512.0}), True),
+        (("quality", "PASSED", None, {"tokens": 1024.0}), False),
+        (("speed", "NOT_RUN", "speed decides only where quality clears the policy", {}), False),
+    ],
+)
+def test_only_what_time_left_open_is_worth_a_second_run(record, cut: bool) -> None:  # type: ignore[no-untyped-def]
+    kind, outcome, reason, metrics = record
+    pair = {"key": "q8_0", "value": "tq4"}
+    e = SimpleNamespace(
+        subject=pair | {"kind": kind}, outcome=outcome, reason=reason, metrics=metrics
+    )
+
+    def result(status: str) -> SimpleNamespace:
+        verdict = SimpleNamespace(candidate=Candidate(**pair), status=status)
+        return SimpleNamespace(decision=SimpleNamespace(verdicts=[verdict]), evidence=[e])
+
+    assert cli._cut_short(result("inconclusive"), Policy()) is cut
+    assert not cli._cut_short(result("rejected"), Policy())

@@ -278,3 +278,13 @@ def test_candidate_evidence_fails_on_a_broken_window():
     (bad,) = [e for e in records if e.outcome is not Outcome.PASSED]
     assert bad.subject["variant"] == "attention" and "parity" in bad.reason
     assert "window 16" in bad.reason
+
+
+def test_a_format_asked_for_alone_brings_no_published_scores_of_others():
+    def published(fmt):
+        return [
+            r["check"] for r in gate.verify("cuda", formats=[fmt]) if r["fixture"] == "published"
+        ]
+
+    assert published("tq4") == []
+    assert published("tbq4_0") == ["turbo4"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -189,10 +190,17 @@ def _cache_argument(model: Any) -> str:
 def _load_directory(folder: Path) -> Model:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from kvproof.engines import packed
 
     geometry = read_geometry(folder)
+    if not any(part in p.name for p in folder.iterdir() for part in ("token", "vocab")):
+        raise RequestError(
+            f"{folder}: holds no tokenizer (tokenizer.json or tokenizer.model); put the "
+            "model's own beside its weights"
+        )
+    logging.disable_progress_bar()  # the command line has one of its own
     packed.register()
     try:
         hf, found = AutoModelForCausalLM.from_pretrained(
@@ -224,7 +232,7 @@ def _load_directory(folder: Path) -> Model:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return textwrap.shorten(str(error), 300, placeholder=" ...")
 
 
 class _HubTokenizer:

@@ -354,7 +354,7 @@ def measure_quality(
             todo = todo[: max(0, int(left / arm_seconds) - 1)]
         if not todo or left <= 0:
             continue
-        text = f"quality: window {index + 1} of at most {len(windows)}, {len(todo)} candidates"
+        text = f"quality: window {index + 1} of at most {len(windows)}, candidates: {len(todo)}"
         tell(text + (f", about {arm_seconds * (len(todo) + 1):.0f} s" if arm_seconds else ""))
         started = utc_now()
         clock = time.perf_counter()
