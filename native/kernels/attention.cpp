@@ -183,9 +183,9 @@ struct KeyPlan {
       if (fused(n_groups)) {
         for (int i = 0; i < n_groups; ++i) {
           const RowGroup& g = groups[i];
-          ok &= isa.score[side.fmt][width_index(g.width)](
-              rows, table, row(p, g.first), width, p.scale + g.first, p.start + g.first, scales,
-              to(g), SUPER / 2 * g.width);
+          ok &= isa.score[side.fmt][width_index(g.width)](rows, table, row(p, g.first), width,
+                                                          p.scale + g.first, p.start + g.first,
+                                                          scales, to(g), SUPER / 2 * g.width);
         }
         continue;
       }

@@ -105,14 +105,15 @@ struct Kernels {
   // scales[(t & 1) * TILE / 2 + t / 2] (row) or scales[t * groups + g] (block).
   // False if a stored scale is NaN or infinite.
   bool (*decode_keys[FORMATS])(const Rows&, const Table&, void* out, float* scales);
-  // Groups [first, last) of a tile: pairs [token / 2][width][2], where width is 32 times the groups,
-  // int16 or what the set prefers for the row formats, with scales[(g - first) * TILE + (t & 1) * TILE / 2 + t / 2] (row: g = first). On the
-  // real path always the whole row, float [token][padded dim].
+  // Groups [first, last) of a tile: pairs [token / 2][width][2], where width is 32 times the
+  // groups, int16 or what the set prefers for the row formats, with scales[(g - first) * TILE + (t
+  // & 1) * TILE / 2 + t / 2] (row: g = first). On the real path always the whole row, float
+  // [token][padded dim].
   bool (*decode_values[FORMATS])(const Rows&, const Table&, int first, int last, void* out,
                                  float* scales);
 
-  // Scores of `width` rows against n decoded tokens, to the two planes at out. `start` (row path) is
-  // what the sum of each row starts from: -offset times the sum of its query.
+  // Scores of `width` rows against n decoded tokens, to the two planes at out. `start` (row path)
+  // is what the sum of each row starts from: -offset times the sum of its query.
   void (*dot[PATHS][WIDTHS])(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
                              const std::int32_t* start, const void* keys, const float* scales,
                              int n, int dim, float* out, std::ptrdiff_t plane);

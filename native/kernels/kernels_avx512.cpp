@@ -181,9 +181,9 @@ struct Avx512 : CodesAvx2 {
 
   static void key_words(const Lut& lut, Nibbles codes, W* out) {
     // Each 32-bit word four times, shifted by 0, 4, 8 and 12.
-    const W copies = _mm512_permutexvar_epi32(
-        _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
-        _mm512_castsi128_si512(codes.bytes));
+    const W copies =
+        _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+                                 _mm512_castsi128_si512(codes.bytes));
     const W shifts = _mm512_set4_epi32(0x000c000c, 0x00080008, 0x00040004, 0);
     out[0] = _mm512_permutexvar_epi16(_mm512_srlv_epi16(copies, shifts), lut.table);
   }

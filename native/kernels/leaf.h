@@ -250,7 +250,8 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
           }
         }
         const typename I::F units = I::template spread<MR>(scales + parity * (TILE / 2) + t0 / 2);
-        const typename I::W sums = I::add_words(I::reduce(acc), I::template repeat_words<MR>(start));
+        const typename I::W sums =
+            I::add_words(I::reduce(acc), I::template repeat_words<MR>(start));
         result = I::mul(I::mul(I::to_float(sums), units), rows);
       } else if constexpr (P == BLOCK) {
         const auto* q = static_cast<const std::int16_t*>(query);
@@ -319,8 +320,8 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
 // Products of one group of codes per token into sums[token * MR + row].
 template <class I, int MR, int F, class CodesOf>
 inline void multiply_row_group(const typename I::Lut& lut, const std::uint8_t* const* row,
-                               CodesOf codes_of, const std::int16_t* q,
-                               std::ptrdiff_t query_stride, typename I::W* sums) {
+                               CodesOf codes_of, const std::int16_t* q, std::ptrdiff_t query_stride,
+                               typename I::W* sums) {
   constexpr int NT = I::LANES / MR, STEPS = GROUP / (2 * I::LANES);
   constexpr int SHARED = NT < 4 ? NT : 1;  // tokens that share each load of the query
 #pragma GCC unroll 16
@@ -440,7 +441,8 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
 //
 // I provides tokens_to_lanes (the groups of LANES tokens -> their 32-bit words 0..3), key_step (two
 // codes of each word, as 16-bit entries) and lanes_to_tokens (MR vectors of lanes -> [token][MR]).
-constexpr int lane_element(int position) {  // step s of word k: codes s / 2 and s / 2 + 2 of the word
+constexpr int lane_element(
+    int position) {  // step s of word k: codes s / 2 and s / 2 + 2 of the word
   const int step = position / 2 % 4;
   return position / 8 * 4 + step % 2 * 16 + step / 2 + position % 2 * 2;
 }
@@ -502,8 +504,7 @@ bool score_lanes(const Rows& rows, const Table& table, const void* query,
 #pragma GCC unroll 2
       for (int p = 0; p < 2; ++p) {
         typename I::W words[4];
-        I::tokens_to_lanes([&](int j) { return codes_of(row_of[t0 + p + 2 * j]).bytes; },
-                           words);
+        I::tokens_to_lanes([&](int j) { return codes_of(row_of[t0 + p + 2 * j]).bytes; }, words);
         for (int k = 0; k < 4; ++k) word[k][p] = words[k];
       }
       const std::int16_t* qg = q + g * GROUP;
