@@ -161,9 +161,13 @@ def test_ctrl_c_says_that_work_is_kept(tmp_path):
                 writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:
                 time.sleep(0.02)
+        time.sleep(0.5)  # from open() into read(): a signal between the two would not wake it
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
-        os.close(writer)
+        try:
+            _, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+            os.close(writer)
     assert process.returncode == 130
     assert err.splitlines()[-1].startswith("kvproof: stopped")
 
