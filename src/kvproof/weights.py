@@ -8,12 +8,12 @@ several times slower than float32 (262144 x 640 by 64 tokens on two Zen 3 cores:
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
 import kvproof._weights
+from kvproof.backends.cpu import default_threads
 from kvproof.errors import RequestError
 from kvproof.gguf import GGUF, TensorInfo
 
@@ -32,21 +32,6 @@ READABLE = {
     "q6_k": 14,
     "bf16": 30,
 }
-
-
-MAX_THREADS = 1024
-
-
-def thread_count() -> int:
-    """Threads of a product: $KVPROOF_THREADS, else the CPUs that this process may use."""
-    asked = os.environ.get("KVPROOF_THREADS")
-    if not asked:
-        return len(os.sched_getaffinity(0))
-    if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:5]) <= MAX_THREADS):
-        raise RequestError(
-            f"KVPROOF_THREADS: expected a number from 1 to {MAX_THREADS}, found {asked[:20]!r}"
-        )
-    return int(asked)
 
 
 def isa() -> str:
@@ -75,9 +60,9 @@ def read_tensor(file: GGUF, info: TensorInfo, dtype: torch.dtype) -> torch.Tenso
     _weights.advise_huge(out.data_ptr(), out.nbytes)
     source = file.data(info.name)
     if dtype == torch.float32:
-        _weights.dequantize_f32(info.ggml_type, source, out, thread_count())
+        _weights.dequantize_f32(info.ggml_type, source, out, default_threads())
     elif dtype == torch.bfloat16:
-        _weights.dequantize_bf16(info.ggml_type, source, out.view(torch.int16), thread_count())
+        _weights.dequantize_bf16(info.ggml_type, source, out.view(torch.int16), default_threads())
     else:
         raise ValueError(f"tensors are read as float32 or bfloat16, not {dtype}")
     _weights.release_mapped(source)

@@ -155,7 +155,7 @@ def test_isa_and_threads_from_the_environment(monkeypatch):
     monkeypatch.setenv("KVPROOF_THREADS", "3")
     assert cpu.default_threads() == 3
     monkeypatch.setenv("KVPROOF_THREADS", "many")
-    with pytest.raises(RequestError, match="KVPROOF_THREADS=many"):
+    with pytest.raises(RequestError, match="found 'many'"):
         cpu.default_threads()
 
 
@@ -215,3 +215,47 @@ def test_out_takes_every_result():
         ]:
             with pytest.raises(RequestError, match=f"out .*{why}"):
                 call(bad)
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-1", "²", "9" * 400, "1.5"])
+def test_thread_counts_from_the_environment_are_checked(monkeypatch, text):
+    monkeypatch.setenv("KVPROOF_THREADS", text)
+    with pytest.raises(RequestError, match="KVPROOF_THREADS: expected a number from 1 to 1024"):
+        cpu.default_threads()
+    monkeypatch.setenv("KVPROOF_THREADS", "3")
+    assert cpu.default_threads() == 3
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"scale": float("nan")}, "scale nan is not a finite number"),
+        ({"scale": float("inf")}, "scale inf is not a finite number"),
+        ({"scale": "big"}, "scale 'big' is not a finite number"),
+        ({"scale": 1j}, "is not a finite number"),
+        ({"scale": np.ones(2)}, "is not a finite number"),
+        ({"window": 2.5}, "window 2.5 is not a positive whole number"),
+        ({"window": 0}, "window 0 is not a positive whole number"),
+        ({"window": True}, "window True is not a positive whole number"),
+    ],
+    ids=str,
+)
+def test_both_backends_refuse_the_same_calls(name, wrong, says):
+    from kvproof import backends
+
+    f = formats.get("tq4")
+    rows = f.encode(np.ones((4, 1, 64), np.float32))
+    q = np.ones((1, 1, 64), np.float32)
+    with pytest.raises(RequestError, match=says):
+        backends.get(name).attention(q, rows, rows, key="tq4", value="tq4", **wrong)
+
+
+def test_ragged_and_sparse_input_is_refused_in_one_line():
+    import torch
+
+    backend = cpu.CpuBackend()
+    with pytest.raises(RequestError, match="q"):
+        backend.attention([[1.0], [1.0, 2.0]], None, None, key="tq4", value="tq4")
+    with pytest.raises(RequestError, match="dense CPU tensor"):
+        backend.encode("tq4", torch.ones(2, 64).to_sparse())

@@ -129,14 +129,6 @@ def test_rms_norm_matches_float64(n, isa):
         weights.rms_norm(x.double(), w, 1e-6)
 
 
-def test_thread_count_follows_the_environment(monkeypatch):
-    monkeypatch.setenv("KVPROOF_THREADS", "3")
-    assert weights.thread_count() == 3
-    monkeypatch.setenv("KVPROOF_THREADS", "many")
-    with pytest.raises(RequestError, match="KVPROOF_THREADS: expected a positive number"):
-        weights.thread_count()
-
-
 def test_an_unknown_instruction_set_is_refused_with_the_choices():
     with pytest.raises(ValueError, match=r"neon cannot run here; choose one of scalar"):
         _weights.dequantize_f32(0, np.zeros(4, np.uint8), torch.zeros(1), 1, "neon")

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvproof import rotation
-from kvproof.backends.reference import check_shapes, source_digest
+from kvproof.backends.reference import check_attention, check_shapes, source_digest
 from kvproof.errors import Refused, RequestError
 from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_of
@@ -27,11 +27,11 @@ from kvproof.formats.base import cuts_below
 from kvproof.formats.row import START3, START4, TRIES
 
 try:
-    from kvproof import _kernels
+    import kvproof._kernels as _kernels
 except ModuleNotFoundError as missing:
     raise Refused(
         "backend cpu: the compiled kernels (kvproof._kernels) are missing; build them with "
-        "`make build` or install a wheel"
+        "`make setup` or install a wheel"
     ) from missing
 
 _STARTS = {"tq4": float(START4), "tq3": float(START3)}
@@ -52,6 +52,8 @@ def _hand_over_constants() -> None:
 
 
 _hand_over_constants()
+
+MAX_THREADS = 1024
 
 
 def isas() -> dict[str, bool]:
@@ -81,8 +83,10 @@ def default_threads() -> int:
         if hasattr(os, "sched_getaffinity"):
             return len(os.sched_getaffinity(0))
         return os.cpu_count() or 1
-    if not text.isdigit() or int(text) < 1:
-        raise RequestError(f"KVPROOF_THREADS={text}: must be a positive number of threads")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:5]) <= MAX_THREADS):
+        raise RequestError(
+            f"KVPROOF_THREADS: expected a number from 1 to {MAX_THREADS}, found {text[:20]!r}"
+        )
     return int(text)
 
 
@@ -258,20 +262,11 @@ class CpuBackend:
         fk, fv = format_of(key), format_of(value)
         queries = _floats(q, "attention: q")
         keys, values = _bytes(k_blocks, "attention: keys"), _bytes(v_blocks, "attention: values")
-        check_shapes(queries, keys, fk.row_values(keys.shape[-1]))
-        if values.ndim != 3 or values.shape[:2] != keys.shape[:2]:
-            raise RequestError(
-                f"attention: keys {keys.shape} and values {values.shape} must agree in tokens and "
-                "KV heads"
-            )
+        check_attention(queries, keys, values, fk.row_values(keys.shape[-1]), window, scale)
         dim_v = fv.row_values(values.shape[-1])
         self._check("attention", fk, queries.shape[2])
         self._check("attention", fv, dim_v)
         n_q, n_kv = queries.shape[0], keys.shape[0]
-        if n_q > n_kv:
-            raise RequestError(f"attention: {n_q} queries but only {n_kv} cached tokens")
-        if window is not None and window < 1:
-            raise RequestError(f"attention: window {window} is not positive")
         result = _output(out, (n_q, queries.shape[1], dim_v), np.float32, "attention")
         if result.size:
             if not np.isfinite(queries).all():
@@ -299,9 +294,12 @@ def _is_torch(x: Any) -> bool:
 def _array(x: Any, what: str) -> NDArray[Any]:
     """The array behind x, sharing its memory; torch tensors must be on the CPU."""
     if not _is_torch(x):
-        return np.asarray(x)
-    if x.device.type != "cpu":
-        raise RequestError(f"{what} is on {x.device}; the cpu backend takes CPU tensors")
+        try:
+            return np.asarray(x)
+        except ValueError as error:  # rows of unequal length
+            raise RequestError(f"{what}: {error}") from error
+    if x.device.type != "cpu" or str(x.layout) != "torch.strided":
+        raise RequestError(f"{what} is {x.layout} on {x.device}; needs a dense CPU tensor")
     tensor = x.detach()
     if tensor.is_floating_point():
         tensor = tensor.float()  # NumPy has no bfloat16; float32 is not copied
@@ -355,8 +353,8 @@ def _like(q: Any, out: NDArray[np.float32]) -> Any:
 def _threads(threads: int | None) -> int:
     if threads is None:
         return default_threads()
-    if threads < 1:
-        raise RequestError(f"attention: threads {threads} is not positive")
+    if not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+        raise RequestError(f"attention: threads {threads!r} is not from 1 to {MAX_THREADS}")
     return threads
 
 

@@ -106,14 +106,7 @@ class ReferenceBackend:
         """`attention` before rounding to float32."""
         fk, fv = formats.get(key), formats.get(value)
         queries, keys, values = _queries(q), np.asarray(k_blocks), np.asarray(v_blocks)
-        check_shapes(queries, keys, fk.row_values(keys.shape[-1]))
-        if values.ndim != 3 or values.shape[:2] != keys.shape[:2]:
-            raise RequestError(
-                f"attention: keys {keys.shape} and values {values.shape} must agree in tokens and "
-                "KV heads"
-            )
-        if scale is not None and not np.isfinite(scale):
-            raise RequestError(f"attention: scale {scale} is not finite")
+        check_attention(queries, keys, values, fk.row_values(keys.shape[-1]), window, scale)
         n_q, heads, head_dim = queries.shape
         n_kv, kv_heads = values.shape[:2]
         scores = self.scores64(fk, queries, keys, k_scale)
@@ -139,13 +132,9 @@ def _queries(q: Any) -> NDArray[np.float32]:
 def visible(n_q: int, n_kv: int, causal: bool, window: int | None) -> NDArray[np.bool_]:
     """Mask `[n_q, n_kv]`: which cached tokens each query sees.
 
-    The queries are the last n_q positions.     A window of W is W keys, the query's own included;
-    it implies an upper bound only with `causal`.
+    The queries are the last n_q positions. A window of W is W keys, the query's own included; it
+    implies an upper bound only with `causal`.
     """
-    if n_q > n_kv:
-        raise RequestError(f"attention: {n_q} queries but only {n_kv} cached tokens")
-    if window is not None and window < 1:
-        raise RequestError(f"attention: window {window} is not positive")
     position = np.arange(n_kv - n_q, n_kv)[:, None]
     token = np.arange(n_kv)[None]
     mask = np.ones((n_q, n_kv), bool)
@@ -180,6 +169,31 @@ def check_shapes(q: NDArray[Any], blocks: NDArray[Any], head_dim: int) -> None:
         raise RequestError(
             f"attention: {q.shape[1]} query heads are no multiple of {blocks.shape[1]} KV heads"
         )
+
+
+def check_attention(
+    q: NDArray[Any],
+    keys: NDArray[Any],
+    values: NDArray[Any],
+    head_dim: int,
+    window: object,
+    scale: object,
+) -> None:
+    """RequestError naming what does not fit in a call of attention; `head_dim` is that of keys."""
+    check_shapes(q, keys, head_dim)
+    if values.ndim != 3 or values.shape[:2] != keys.shape[:2]:
+        raise RequestError(
+            f"attention: keys {keys.shape} and values {values.shape} must agree in tokens and "
+            "KV heads"
+        )
+    if len(q) > len(keys):
+        raise RequestError(f"attention: {len(q)} queries but only {len(keys)} cached tokens")
+    whole = isinstance(window, (int, np.integer)) and not isinstance(window, bool)
+    if window is not None and not (whole and window >= 1):  # type: ignore[operator]
+        raise RequestError(f"attention: window {window!r} is not a positive whole number")
+    number = isinstance(scale, (int, float, np.number)) and np.isrealobj(scale)
+    if scale is not None and not (number and np.isfinite(scale)):  # type: ignore[call-overload]
+        raise RequestError(f"attention: scale {scale!r} is not a finite number")
 
 
 def source_digest() -> str:

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvproof import weights
+from kvproof.backends.cpu import default_threads
 from kvproof.cache import KVCache, LayerCache
 from kvproof.errors import RequestError
 
@@ -33,7 +34,7 @@ class Linear(nn.Module):  # type: ignore[misc]
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.float(), requires_grad=False)
         self.out_features, self.in_features = weight.shape
-        self.threads = weights.thread_count()
+        self.threads = default_threads()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Float32 `[..., in]` to float32 `[..., out]`."""
