@@ -44,8 +44,23 @@ struct Avx2 : CodesAvx2 {
   static F above(F x, float limit, F value) {
     return _mm256_and_ps(mask_above(x, set(limit)), value);
   }
-  static F if_above(F x, F limit, float value) {
-    return _mm256_and_ps(mask_above(x, limit), set(value));
+  // Floats from 0 up compare like their bits, and integers on more ports.
+  static W count_above_positive(W count, F x, F limit) {
+    return _mm256_sub_epi32(count,
+                            _mm256_cmpgt_epi32(_mm256_castps_si256(x), _mm256_castps_si256(limit)));
+  }
+  // Sum of sixteen lanes: halves added, 8, 4, 2, 1.
+  static float fold(const F* part) {
+    const F eight = add(part[0], part[1]);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  static W flip_unless_positive(F z, W n) {
+    return _mm256_xor_si256(n, _mm256_castps_si256(_mm256_cmp_ps(z, zero(), _CMP_NGT_UQ)));
+  }
+  static F look_up(const float* eight, W index) {
+    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(eight), index);
   }
   static bool all_below(F x, F limit) {
     return _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ)) == 0xff;

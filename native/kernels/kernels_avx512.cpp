@@ -37,8 +37,21 @@ struct Avx512 : CodesAvx2 {
   static F above(F x, float limit, F value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set(limit), _CMP_GT_OQ), value);
   }
-  static F if_above(F x, F limit, float value) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), set(value));
+  static W count_above_positive(W count, F x, F limit) { return count_above(count, x, limit); }
+  // Sum of sixteen lanes: halves added, 8, 4, 2, 1.
+  static float fold(const F* part) {
+    const __m256 eight =
+        _mm256_add_ps(_mm512_castps512_ps256(*part), _mm512_extractf32x8_ps(*part, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  static W flip_unless_positive(F z, W n) {
+    return _mm512_mask_xor_epi32(n, _mm512_cmp_ps_mask(z, zero(), _CMP_NGT_UQ), n,
+                                 _mm512_set1_epi32(-1));
+  }
+  static F look_up(const float* eight, W index) {
+    return _mm512_permutexvar_ps(index, _mm512_castps256_ps512(_mm256_loadu_ps(eight)));
   }
   static bool all_below(F x, F limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ) == 0xffff; }
   static F tie_magnitude(F z) {  // |z|, one ulp up unless z > 0

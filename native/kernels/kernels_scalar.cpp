@@ -64,8 +64,17 @@ struct Scalar {
   static F above(F x, float limit, F value) {
     return each([=](int i) { return x.v[i] > limit ? value.v[i] : 0; });
   }
-  static F if_above(F x, F limit, float value) {
-    return each([=](int i) { return x.v[i] > limit.v[i] ? value : 0; });
+  static W count_above_positive(W count, F x, F limit) { return count_above(count, x, limit); }
+  // Sum of sixteen lanes: halves added, 8, 4, 2, 1.
+  static float fold(const F* part) {
+    const F sum = add(add(part[0], part[2]), add(part[1], part[3]));
+    return (sum.v[0] + sum.v[2]) + (sum.v[1] + sum.v[3]);
+  }
+  static W flip_unless_positive(F z, W n) {
+    return each_word([=](int i) { return z.v[i] > 0 ? n.v[i] : ~n.v[i]; });
+  }
+  static F look_up(const float* eight, W index) {
+    return each([=](int i) { return eight[index.v[i]]; });
   }
   static bool all_below(F x, F limit) {
     return x.v[0] < limit.v[0] && x.v[1] < limit.v[1] && x.v[2] < limit.v[2] && x.v[3] < limit.v[3];

@@ -892,13 +892,7 @@ struct LaneSum {
   LaneSum() {
     for (int i = 0; i < PARTS; ++i) part[i] = I::zero();
   }
-  float total() const {
-    alignas(64) float s[16];
-    for (int i = 0; i < PARTS; ++i) I::store(s + i * I::LANES, part[i]);
-    for (int half = 8; half; half /= 2)
-      for (int i = 0; i < half; ++i) s[i] += s[i + half];
-    return s[0];
-  }
+  float total() const { return I::fold(part); }
 };
 
 // Unit that fits codes nearest(y * inverse) best by least squares, and the energy it explains.
@@ -915,23 +909,17 @@ inline float fit(const float* y, int n, float inverse, const Book& book, std::ui
     for (int part = 0; part < LaneSum<I>::PARTS; ++part) {
       const typename I::F row = I::load(y + i + part * L), z = I::mul(row, factor);
       const typename I::F a = I::tie_magnitude(z);
-      typename I::F c = I::set(book.value[HALF]);
+      typename I::W above = I::zero_words();
 #pragma GCC unroll 8
       for (int k = HALF; k + 1 < COUNT; ++k)
-        c = I::add(c, I::if_above(a, I::set(book.cut[k]), book.value[k + 1] - book.value[k]));
+        above = I::count_above_positive(above, a, I::set(book.cut[k]));
+      const typename I::F magnitude = I::look_up(book.value + HALF, above);
       if constexpr (CODES) {
-        typename I::W above = I::zero_words();
-#pragma GCC unroll 8
-        for (int k = HALF; k + 1 < COUNT; ++k)
-          above = I::count_above(above, a, I::set(book.cut[k]));
         alignas(64) std::int32_t lanes[L];
-        alignas(64) float zs[L];
-        I::store_words(lanes, above);
-        I::store(zs, z);
-        for (int j = 0; j < L; ++j)
-          codes[i + part * L + j] = std::uint8_t(zs[j] > 0 ? HALF + lanes[j] : HALF - 1 - lanes[j]);
+        I::store_words(lanes, I::flip_unless_positive(z, above));  // n or -1 - n
+        for (int j = 0; j < L; ++j) codes[i + part * L + j] = std::uint8_t(HALF + lanes[j]);
       }
-      c = I::negate_unless_positive(z, c);
+      const typename I::F c = I::negate_unless_positive(z, magnitude);
       yc.part[part] = I::add(yc.part[part], I::mul(row, c));
       cc.part[part] = I::add(cc.part[part], I::mul(c, c));
     }
@@ -951,13 +939,11 @@ void encode_row(float* y, int dim, const Book& book, std::uint8_t* out, Counts& 
   constexpr int COUNT = F == TQ4 ? 16 : 8;
   alignas(64) std::uint8_t codes[MAX_DIM];
   LaneSum<I> energy;
-  bool zero = true;
   for (int i = 0; i < dim; i += 16)
     for (int part = 0; part < LaneSum<I>::PARTS; ++part) {
       const typename I::F v = I::load(y + i + part * I::LANES);
       energy.part[part] = I::add(energy.part[part], I::mul(v, v));
     }
-  for (int i = 0; i < dim; ++i) zero = zero && y[i] == 0;
   const float base = __builtin_sqrtf(energy.total() / float(dim)) * book.start;
   float unit = base, gain = -__builtin_inff(), explained;
   for (int i = 0; i < book.n_tries; ++i) {
@@ -993,7 +979,7 @@ void encode_row(float* y, int dim, const Book& book, std::uint8_t* out, Counts& 
   }
   const std::uint16_t h = store_scale(unit, counts);
   // Squares of tiny rows vanish, so their unit is 0 before it is stored.
-  if (unit == 0 && !zero) ++counts.flushed;
+  if (unit == 0 && largest_magnitude<I>(y, dim) != 0) ++counts.flushed;
   std::memcpy(out + row_bytes(F, dim) - 2, &h, 2);
 }
 
