@@ -436,8 +436,8 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
 }
 
 // score for 4-bit formats, with a token in each lane: nothing is left to add up across lanes. Per
-// step LANES even and as many odd tokens. Token 4-by-N (N 128-bit lanes): token j sits in element
-// j / N of 128-bit lane j % N, so that transposing rows within lanes gives tokens in order.
+// step LANES even and as many odd tokens. With N 128-bit lanes, token j sits in element j / N of
+// lane j % N, so that transposing rows within lanes gives tokens in order.
 //
 // I provides tokens_to_lanes (the groups of LANES tokens -> their 32-bit words 0..3), key_step (two
 // codes of each word, as 16-bit entries) and lanes_to_tokens (MR vectors of lanes -> [token][MR]).
