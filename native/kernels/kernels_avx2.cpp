@@ -1,8 +1,8 @@
 // AVX2 + FMA + F16C kernels.
 //
-// A table of 16 int16 is two byte shuffles (low and high bytes), one of bytes is one; a vpmaddwd and
-// a vpaddd take 16 products. On Zen 3 both halves of a decode attention are then bound by the four
-// vector pipes: per 64 codes of tq4 9 to 12 operations to unpack and 8 per query row
+// A table of 16 int16 is two byte shuffles (low and high bytes), one of bytes is one; a vpmaddwd
+// and a vpaddd take 16 products. On Zen 3 both halves of a decode attention are then bound by the
+// four vector pipes: per 64 codes of tq4 9 to 12 operations to unpack and 8 per query row
 // (docs/performance.md).
 #if defined(__x86_64__)
 #include "codes_avx2.h"
