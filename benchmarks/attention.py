@@ -33,6 +33,7 @@ import torch
 
 from kvproof import formats
 from kvproof.backends.cpu import CpuBackend, default_threads
+from kvproof.evidence import Environment, Evidence, Outcome, Store
 from kvproof.stats import interleaved_ratio
 
 DECODE = "32,8,128,32768;4,1,256,32768;8,1,512,32768"
@@ -170,6 +171,20 @@ def show(rows: list[dict[str, Any]]) -> None:
               f"from rest {r['rest_ms']:.3f} ms {r['rest_ratio']:.2f}x")  # fmt: skip
 
 
+def record(be: CpuBackend, row: dict[str, Any], environment: dict[str, Any]) -> Evidence:
+    """A row as evidence. Not a "speed" record: those belong to a decision and need a gate."""
+    heads, kv_heads, dim, n = row["shape"]
+    subject = {
+        "kind": "bench", "backend": "cpu", "op": "attention", "name": row["name"],
+        "baseline": row["baseline"], "num_heads": heads, "num_kv_heads": kv_heads,
+        "head_dim": dim, "tokens": n, "n_q": row["n_q"], "torch": environment["torch"],
+    }  # fmt: skip
+    metrics = {k: v for k, v in row.items() if isinstance(v, (int, float)) and k != "n_q"}
+    return Evidence(
+        subject, Outcome.PASSED, metrics, Environment.current(be.environment()), be.digest()
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", help="heads,kv_heads,head_dim,tokens;...")
@@ -178,6 +193,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--prefill", action="store_true", help="512 queries instead of one")
     parser.add_argument("--json", help="write all rows here")
+    parser.add_argument("--evidence", help="add all rows to this evidence file (JSON Lines)")
     args = parser.parse_args()
 
     os.environ["KVPROOF_THREADS"] = str(args.threads)
@@ -201,6 +217,8 @@ def main() -> None:
     print(f"\nload average after: {environment['load_average_after']:.2f}")
     if args.json:
         Path(args.json).write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+    if args.evidence:
+        Store(args.evidence).append(*(record(be, row, environment) for row in rows))
 
 
 if __name__ == "__main__":
