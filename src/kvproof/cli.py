@@ -448,7 +448,7 @@ def doctor(json_: Json = False) -> None:
     from kvproof.formats import all_formats
 
     rows: list[dict[str, Any]] = []
-    for name in (*backends.names(), "cuda", "vulkan", "metal"):
+    for name in backends.known():
         try:
             be = backends.get(name)
         except Refused as reason:

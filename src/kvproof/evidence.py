@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from kvproof.errors import RequestError
+from kvproof.machine import cpu_model, usable_cpus
 
 SCHEMA_VERSION = 1
 SOFTWARE_DEVICES = ("llvmpipe", "lavapipe", "swiftshader", "softpipe", "software rasterizer")
@@ -105,24 +106,6 @@ def _installed() -> tuple[tuple[str, str], ...]:
     return tuple(versions.items())
 
 
-@functools.cache
-def cpu_model() -> str:
-    """Marketing name of the processor, or the machine type where the system does not tell."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine() or "unknown"
-
-
-def _cores() -> int:
-    """Logical processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 @dataclass(frozen=True)
 class Environment:
     """Where a record was made. `load_average` is the 1-minute figure when it was built (-1: none).
@@ -164,7 +147,7 @@ class Environment:
             driver=str(facts.get("driver") or ""),
             cpu=cpu_model(),
             os=f"{platform.system()} {platform.release()} {platform.machine()}",
-            cores=_cores(),
+            cores=usable_cpus(),
             threads=int(facts.get("threads") or 0),
             load_average=load,
             versions=versions,

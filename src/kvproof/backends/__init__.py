@@ -78,6 +78,11 @@ def names() -> tuple[str, ...]:
     return tuple(n for n, module in _MODULES.items() if module)
 
 
+def known() -> tuple[str, ...]:
+    """Names of all backends, those that this version lacks included."""
+    return tuple(_MODULES)
+
+
 def get(name: str) -> Backend:
     """The backend called `name`.
 
@@ -86,7 +91,7 @@ def get(name: str) -> Backend:
     if name in _loaded:
         return _loaded[name]
     if name not in _MODULES:
-        raise RequestError(f"unknown backend {name!r} (known: {', '.join(_MODULES)})")
+        raise RequestError(f"unknown backend {name!r} (known: {', '.join(known())})")
     target = _MODULES[name]
     if target is None:
         raise Refused(

@@ -25,6 +25,7 @@ from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_of
 from kvproof.formats.base import cuts_below
 from kvproof.formats.row import START3, START4, TRIES
+from kvproof.machine import cpu_model, usable_cpus
 
 try:
     import kvproof._kernels as _kernels
@@ -80,25 +81,12 @@ def default_threads() -> int:
     """`KVPROOF_THREADS`, or the CPUs this process may use."""
     text = os.environ.get("KVPROOF_THREADS", "")
     if not text:
-        if hasattr(os, "sched_getaffinity"):
-            return len(os.sched_getaffinity(0))
-        return os.cpu_count() or 1
+        return usable_cpus()
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:5]) <= MAX_THREADS):
         raise RequestError(
             f"KVPROOF_THREADS: expected a number from 1 to {MAX_THREADS}, found {text[:20]!r}"
         )
     return int(text)
-
-
-@lru_cache(maxsize=1)
-def cpu_model() -> str:
-    """Name of the processor, as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 class CpuBackend:

@@ -24,11 +24,12 @@ from kvproof.decision import BASELINE, Candidate, Decision, Policy, decide
 from kvproof.errors import Refused, RequestError
 from kvproof.evidence import Environment, Evidence, GatePass, Outcome, Store, utc_now
 from kvproof.formats import get as get_format
-from kvproof.geometry import index_ranges
+from kvproof.geometry import LayerGeometry, index_ranges
+from kvproof.models import sha256_file
 
 if TYPE_CHECKING:
     from kvproof.backends import Backend
-    from kvproof.cache import KVCache
+    from kvproof.cache import KVCache, LayerCache
     from kvproof.geometry import Geometry
 
 Progress = Callable[[str], None]
@@ -806,13 +807,8 @@ def measure_attention(
     environment = Environment.current(backend.environment())
     rng = np.random.default_rng(0)
 
-    def rows(name: str, x: NDArray[np.float32]) -> NDArray[np.uint8]:
-        fmt = get_format(name)
-        scale = np.abs(x).max(axis=(0, 2)) / 448 if fmt.scaled else None
-        heads_first = np.ascontiguousarray(backend.encode(fmt, x, scale).transpose(1, 0, 2))
-        return heads_first.transpose(1, 0, 2)
-
     for heads, kv_heads, head_dim in shapes:
+        layer = LayerGeometry(0, heads, kv_heads, head_dim, head_dim, None, None)
         gates: dict[Candidate, tuple[GatePass, ...]] = {}
         for pair in (BASELINE, *pairs):
             tell(f"gate: {pair.name} at head_dim {head_dim}")
@@ -835,38 +831,21 @@ def measure_attention(
         for depth in depths:
             k, v = rng.standard_normal((2, depth, kv_heads, head_dim), dtype=np.float32)
             q = rng.standard_normal((1, heads, head_dim), dtype=np.float32)
-
-            def call(pair: Candidate, k: Any = k, v: Any = v, q: Any = q) -> Callable[[], float]:
-                packed = rows(pair.key, k), rows(pair.value, v)
-                scale = {
-                    f"{s[0]}_scale": np.abs(x).max(axis=(0, 2)) / 448
-                    for (f, s), x in zip(_sides(pair), (k, v), strict=True)
-                    if get_format(f).scaled
-                }
-
-                def timed() -> float:
-                    clock = time.perf_counter()
-                    backend.attention(q, *packed, key=pair.key, value=pair.value, **scale)
-                    return time.perf_counter() - clock
-
-                timed()
-                return timed
-
-            baseline = call(BASELINE) if BASELINE in gates else None
+            baseline = _filled(BASELINE, layer, backend, k, v, q) if BASELINE in gates else None
             for pair in pairs:
                 if pair not in gates or baseline is None:
                     continue
                 tell(f"attention: {pair.name}, {heads}/{kv_heads} heads of {head_dim}, {depth:,}")
-                candidate, started = call(pair), utc_now()
+                candidate = _filled(pair, layer, backend, k, v, q)
+                started = utc_now()
                 times: tuple[list[float], list[float]] = ([], [])
                 for r in range(rounds):
                     arms = ((candidate, times[0]), (baseline, times[1]))
                     for arm, into in arms[:: 1 if r % 2 else -1]:
-                        into.append(arm())
+                        clock = time.perf_counter()
+                        arm.attention(q)
+                        into.append(time.perf_counter() - clock)
                 ratio = stats.interleaved_ratio(times[0], times[1])
-                nbytes = depth * kv_heads * sum(
-                    get_format(f).row_bytes(head_dim) for f, _ in _sides(pair)
-                )  # fmt: skip
                 median = float(np.median(times[0]))
                 metrics = {
                     "ratio": ratio.value,
@@ -875,8 +854,8 @@ def measure_attention(
                     "rounds": ratio.n,
                     "milliseconds": 1e3 * median,
                     "milliseconds_f16": 1e3 * float(np.median(times[1])),
-                    "bytes": nbytes,
-                    "gigabytes_per_second": nbytes / median / 1e9,
+                    "bytes": candidate.used_bytes,
+                    "gigabytes_per_second": candidate.used_bytes / median / 1e9,
                 }
                 subject: Subject = {
                     "kind": "speed", "lane": "attention", "backend": backend.name,
@@ -888,6 +867,18 @@ def measure_attention(
                     subject, Outcome.PASSED, metrics, environment, backend.digest(),
                     started=started, gates=(*gates[BASELINE], *gates[pair]),
                 )  # fmt: skip
+
+
+def _filled(
+    pair: Candidate, layer: LayerGeometry, backend: Backend, k: Any, v: Any, q: Any
+) -> LayerCache:
+    """A layer's cache that holds rows k and v, after one call of attention as warm-up."""
+    from kvproof.cache import LayerCache
+
+    cache = LayerCache(layer, get_format(pair.key), get_format(pair.value), backend)
+    cache.append(k, v)
+    cache.attention(q)
+    return cache
 
 
 def _sides(pair: Candidate) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -1132,8 +1123,7 @@ def _gate(
 def model_digest(path: Path) -> str:
     """SHA-256 of a model file, or of the sorted digests of the files that make up a folder."""
     if path.is_file():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_file(path)
     parts = sorted(p for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".json"))
     lines = "".join(f"{model_digest(p)}  {p.name}\n" for p in parts)
     return hashlib.sha256(lines.encode()).hexdigest()
