@@ -20,6 +20,7 @@ ORDER = (
     "geometry",
     "models",
     "backends",
+    "conditioner",
     "cache",
     "evidence",
     "cases",
