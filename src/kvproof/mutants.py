@@ -18,6 +18,7 @@ from kvproof.backends import Backend
 from kvproof.cases import Case, Floats
 from kvproof.formats import Format
 from kvproof.formats import get as format_named
+from kvproof.rotation import Rotation
 from kvproof.rules import (
     REFERENCE,
     TRUTH_KEYS,
@@ -264,12 +265,12 @@ def _unturned(fmt: Format, q: Floats) -> Floats:
 
 def _unsigned(fmt: Format, q: Floats) -> Floats:
     """A query that the kernel's rotation turns into H q / sqrt(n), without the signs."""
-    assert fmt.spin is not None
+    assert isinstance(fmt.spin, Rotation)
     return (q * fmt.spin.signs(q.shape[-1])).astype(np.float32)
 
 
 def _unscaled(fmt: Format, q: Floats) -> Floats:
-    assert fmt.spin is not None
+    assert isinstance(fmt.spin, Rotation)
     return (q * np.float32(np.sqrt(fmt.spin.parts(q.shape[-1])[0]))).astype(np.float32)
 
 
@@ -285,7 +286,7 @@ class QueryReference(Reference):
 
 
 def _unsigned_encoder(inner: Backend, fmt: Format, x: Floats, scale: Any) -> Bytes:
-    assert fmt.spin is not None
+    assert isinstance(fmt.spin, Rotation)
     return inner.encode(fmt, x * fmt.spin.signs(x.shape[-1]), scale=scale)
 
 

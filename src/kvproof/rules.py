@@ -29,7 +29,7 @@ from kvproof.cases import (
 from kvproof.errors import RequestError
 from kvproof.formats import Format
 from kvproof.formats import get as format_named
-from kvproof.rotation import hadamard, signs_from_hex
+from kvproof.rotation import SKETCH, W1_HEX, W2_HEX, Projection, hadamard, signs_from_hex
 
 Float64 = NDArray[np.float64]
 Progress = Callable[[str], None]
@@ -152,6 +152,14 @@ def plain(fmt: Format, y: Float64) -> Float64:
     """Rows `[..., n]` of a format's stored domain in the plain basis, in float64."""
     if fmt.spin is None:
         return y
+    if isinstance(fmt.spin, Projection):
+        groups = y.reshape(-1, SKETCH)
+        table = fmt.spin.table.astype(np.float64)
+        # As below, no BLAS.
+        sketched: Float64 = np.einsum("gs,ds->gd", groups, table)
+        return sketched.reshape(*y.shape[:-1], -1)
+    if fmt.spin.signs_after:
+        y = y * fmt.spin.signs_after(y.shape[-1])
     out, start = np.empty_like(y), 0
     for size in fmt.spin.parts(y.shape[-1]):
         piece = slice(start, start + size)
@@ -201,8 +209,7 @@ def pair(case: Case) -> tuple[Format, Format]:
 TURBO3_HALF = (0.021460, 0.065717, 0.117832, 0.190685)
 TURBO3 = np.array([-v for v in reversed(TURBO3_HALF)] + list(TURBO3_HALF))
 TURBO3_CUTS = np.array([-0.154259, -0.091775, -0.043589, 0, 0.043589, 0.091775, 0.154259])
-_W1 = signs_from_hex("a6fc951bb6a607bd44c4395b56af0db6")
-_W2 = signs_from_hex("6f1153e923709dc085ca5a489d9a5a41")
+_W1, _W2 = signs_from_hex(W1_HEX), signs_from_hex(W2_HEX)
 
 
 def rotate128(x: NDArray[Any]) -> Float64:

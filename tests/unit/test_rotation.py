@@ -43,3 +43,48 @@ def test_head_signs_are_a_prefix_of_one_sequence() -> None:
 
 
 HEAD_SIGNS_32 = "+-+++++-+++-+-+++-+--++-++-++++-"
+
+
+def test_r128_check_value() -> None:
+    y = rotation.R128.forward(np.arange(1, 129, dtype=np.float32))
+    np.testing.assert_allclose(y[:4], [39.06765, 39.774757, 5.833631, -18.915106], atol=2e-5)
+
+
+@pytest.mark.parametrize("n", [128, 256, 512])
+@pytest.mark.parametrize("spin", [rotation.R128, rotation.POLAR], ids=lambda s: s.name)
+def test_rotations_of_128_groups_are_orthonormal(spin: rotation.Rotation, n: int) -> None:
+    matrix = spin.matrix(n)
+    assert np.abs(matrix @ matrix.T - np.eye(n)).max() < 1e-12
+    assert not matrix[:128, 128:].any()
+    x = np.random.default_rng(n).standard_normal((7, n)).astype(np.float32)
+    y = spin.forward(x)
+    np.testing.assert_allclose(y, x @ matrix.T.astype(np.float32), atol=2e-5)
+    np.testing.assert_allclose(y @ matrix.astype(np.float32), x, atol=2e-5)
+    np.testing.assert_allclose(spin.inverse(y), x, atol=1e-5)
+
+
+PROJECTION_STARTS = {  # the stored bytes mean nothing without the table that made them
+    "fixture": ([0.08738272, -0.5604128, 1.7685238, 0.5665752], "183ea99178e43585"),
+    "fused_fixture": ([0.8948582, -0.15060087, 1.004024, 0.5369207], "4ddc149b20817126"),
+    "ggml": ([-0.4304026, -0.4065058, 0.7516407, 0.7888951], "87a698e749845384"),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTION_STARTS)
+def test_projections_start_as_specified_and_never_change(name: str) -> None:
+    start, digest = PROJECTION_STARTS[name]
+    p = rotation.projection(name)
+    np.testing.assert_allclose(p.table[0, :4], start, rtol=2e-7)
+    assert p.digest[:16] == digest
+    assert abs(p.table.mean()) < 0.02 and abs(p.table.std() - 1) < 0.02
+
+
+def test_a_projection_keeps_the_inner_products_of_its_own_transpose() -> None:
+    p = rotation.projection("ggml")
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((5, 256)).astype(np.float32)
+    y = rng.standard_normal((5, 512)).astype(np.float32)
+    np.testing.assert_allclose((p.forward(q) * y).sum(-1), (q * p.inverse(y)).sum(-1), rtol=1e-4)
+    assert p.matrix(256).shape == (512, 256) == (p.stored_values(256), 256)
+    np.testing.assert_allclose(y @ p.matrix(256), p.inverse(y), atol=1e-4)
+    np.testing.assert_allclose(q @ p.matrix(256).T, p.forward(q), atol=1e-4)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvproof.errors import RequestError
-from kvproof.rotation import Rotation
+from kvproof.rotation import Projection, Rotation
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -35,9 +35,10 @@ class Format:
     """A storage format.
 
     `encode_blocks(y)` takes finite float32 `[m, block]` in the stored (rotated) domain and returns
-    uint8 `[m, bytes]` with Counters; `decode_blocks(b)` returns float64 `[m, block]` in that
-    domain (not finite where a stored scale is not). For a whole-row format (`block_size` None) the
-    block is the row.
+    uint8 `[m, bytes]` with Counters; with `plain_input` it takes the plain basis and rotates by
+    itself, as formats do whose norm is taken before the rotation. `decode_blocks(b)` returns
+    float64 `[m, stored_values(block)]` in the stored domain (not finite where a stored scale is
+    not). For a whole-row format (`block_size` None) the block is the row.
     """
 
     name: str
@@ -47,19 +48,35 @@ class Format:
     sides: frozenset[str]
     encode_blocks: Callable[[Floats], tuple[Bytes, Counters]] = field(repr=False)
     decode_blocks: Callable[[Bytes], NDArray[np.float64]] = field(repr=False)
-    spin: Rotation | None = field(default=None, repr=False)
+    spin: Rotation | Projection | None = field(default=None, repr=False)
+    plain_input: bool = False
     ggml_type: int | None = None
     scaled: bool = False  # a float32 scale per KV head is held beside the cache
     bits_per_code: int | None = None  # whole-row formats: code bits, the fp16 unit not counted
     codebook: tuple[float, ...] | None = field(
         default=None, repr=False
-    )  # ascending values of the codes, where there is one
+    )  # values of the codes, ascending (tbq3_tcq: of the 512 states)
+    codebook_digest: str | None = None  # where a codebook can be passed in
+    projection_id: str | None = None  # where the stored domain is a projection
     source: str = ""
 
     @property
     def rotation(self) -> str:
-        """Name of the domain that codes live in: "none", "r32" or "head"."""
+        """Name of the domain that codes live in: "none", "r32", "head", ..."""
         return self.spin.name if self.spin else "none"
+
+    @property
+    def identity(self) -> str:
+        """What must agree before stored rows are read: the name and, where the bytes do not say
+        which was used, projection id and digest, as in "qjl1_256:ggml:0123456789abcdef"."""
+        digest = self.spin.digest if isinstance(self.spin, Projection) else self.codebook_digest
+        parts = (self.name, self.projection_id, digest and digest[:16])
+        return ":".join(part for part in parts if part)
+
+    def stored_values(self, n: int) -> int:
+        """Values that a row of n values has in the stored domain (2n for a sketch of twice the
+        width, else n)."""
+        return self.spin.stored_values(n) if self.spin else n
 
     def row_bytes(self, n: int) -> int:
         """Bytes of a row of n values; RequestError if the format does not take n."""
@@ -127,8 +144,8 @@ class Format:
         if not finite.all():
             raise RequestError(f"{self.name}: row {int(np.argmin(finite))}: non-finite input")
         rows = self._scaled_rows(rows, scale, values.shape[:-1], divide=True)
-        if self.spin:
-            rows = self.spin.forward(_tamed(rows.reshape(-1, self.block_size or n)).reshape(-1, n))
+        if self.spin and not self.plain_input:
+            rows = self.spin.forward(tamed(rows.reshape(-1, self.block_size or n)).reshape(-1, n))
         if not len(rows):
             return np.empty((*values.shape[:-1], row_bytes), np.uint8), Counters()
         block = self.block_size or n
@@ -143,8 +160,8 @@ class Format:
         return self.spin.inverse(rotated) + np.float32(0) if self.spin else rotated
 
     def decode_rotated(self, b: ArrayLike, scale: ArrayLike = 1.0) -> NDArray[np.float64]:
-        """Decode to float64 `[..., n]` in the stored domain: exactly code value times stored
-        scale.
+        """Decode to float64 `[..., stored_values(n)]` in the stored domain: exactly code value
+        times stored scale.
 
         Raises RequestError naming the row whose stored scale is NaN or infinite.
         """
@@ -152,8 +169,9 @@ class Format:
         if raw.dtype != np.uint8 or raw.ndim == 0:
             raise RequestError(f"{self.name}: blocks must be a uint8 array, not {raw.dtype}")
         n = self.row_values(raw.shape[-1])
+        width = self.stored_values(n)
         if raw.size == 0:
-            return np.empty((*raw.shape[:-1], n))
+            return np.empty((*raw.shape[:-1], width))
         block = self.block_size or n
         flat = np.ascontiguousarray(raw).reshape(-1, self.row_bytes(n) * block // n)
         with np.errstate(invalid="ignore"):  # 0 * inf; the row is refused just below
@@ -162,17 +180,18 @@ class Format:
         if bad.any():
             row = int(np.argmax(bad)) * block // n
             raise RequestError(f"{self.name}: row {row}: stored scale or element is not finite")
-        rows = out.reshape(-1, n)
+        rows = out.reshape(-1, width)
         values: NDArray[np.float64] = self._scaled_rows(rows, scale, raw.shape[:-1], divide=False)
-        return values.reshape(*raw.shape[:-1], n)
+        return values.reshape(*raw.shape[:-1], width)
 
     def rotate(self, q: ArrayLike) -> Floats:
-        """Bring float32 `[..., n]` (a query) into the stored domain."""
+        """Bring float32 `[..., n]` (a query) into the stored domain, `[..., stored_values(n)]`."""
         x = np.asarray(q, np.float32)
         return self.spin.forward(x) if self.spin else x
 
     def unrotate(self, y: ArrayLike) -> Floats:
-        """Bring float32 `[..., n]` (a sum of decoded values) back to the plain basis."""
+        """Bring float32 `[..., stored_values(n)]` (a sum of decoded values) back to the plain
+        basis, `[..., n]`."""
         x = np.asarray(y, np.float32)
         return self.spin.inverse(x) if self.spin else x
 
@@ -195,7 +214,7 @@ class Format:
         return rows * column.astype(rows.dtype)
 
 
-def _tamed(rows: Floats) -> Floats:
+def tamed(rows: Floats) -> Floats:
     """Rows beyond 2^40 brought to 2^35..2^36 by a power of two: no sum of squares overflows.
 
     Their scale saturates all the same and codes do not depend on it, so the result is the same.
@@ -232,6 +251,23 @@ def store_fp16(scale: Floats) -> tuple[NDArray[np.float16], int, int]:
     half = np.where(over, np.copysign(np.float16(65504), half), half).astype(np.float16)
     flushed = (half == 0) & (scale != 0)
     return half, int(over.sum()), int(flushed.sum())
+
+
+def store_bf16(scale: Floats) -> tuple[NDArray[np.uint16], int, int]:
+    """Round to bf16, ties to even: (bits, how many saturated at the largest finite bf16, how many
+    non-zero became zero)."""
+    bits = scale.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    over = (rounded & 0x7FFF) >= 0x7F80
+    stored = np.where(over, (rounded & 0x8000) | 0x7F7F, rounded).astype(np.uint16)
+    flushed = (stored & 0x7FFF == 0) & (scale != 0)
+    return stored, int(over.sum()), int(flushed.sum())
+
+
+def load_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
+    """Values of bf16 bit patterns, in float64."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN among them becomes a quiet one
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def reciprocal(scale: Floats) -> Floats:

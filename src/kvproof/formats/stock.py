@@ -11,8 +11,10 @@ from kvproof.formats.base import (
     Counters,
     Floats,
     Format,
+    load_bf16,
     pack_nibbles,
     reciprocal,
+    store_bf16,
     store_fp16,
     unpack_nibbles,
 )
@@ -31,16 +33,12 @@ def _decode_f16(b: Bytes) -> NDArray[np.float64]:
 
 
 def _encode_bf16(y: Floats) -> tuple[Bytes, Counters]:
-    bits = y.view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # round to nearest, ties to even
-    over = (rounded & 0x7FFF) >= 0x7F80  # beyond the largest finite bf16
-    rounded = np.where(over, (rounded & 0x8000) | 0x7F7F, rounded)
-    return rounded.astype(np.uint16).view(np.uint8), Counters(scale_saturated=int(over.sum()))
+    bits, saturated, _ = store_bf16(y)
+    return bits.view(np.uint8), Counters(scale_saturated=saturated)
 
 
 def _decode_bf16(b: Bytes) -> NDArray[np.float64]:
-    with np.errstate(invalid="ignore"):  # a signalling NaN among the codes becomes a quiet one
-        return (b.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return load_bf16(b.view(np.uint16))
 
 
 def _e4m3_values() -> NDArray[np.float64]:
