@@ -117,7 +117,16 @@ def test_formats_lists_every_format_with_measured_error(kv) -> None:  # type: ig
     assert code == 0
     assert rows["tbq4_0"]["bits"] == 4.5
     assert 0.0085 < rows["tbq4_0"]["relative_mse"] < 0.0095
-    assert kv("formats")[1].count("\n") == len(rows) + 2
+    assert rows["tbq4_0"]["floor"] == pytest.approx(0.00877, abs=6e-6)
+    assert rows["tbq4_0"]["db"] == rows["tbq4_0"]["db_above_bound"]
+
+
+def test_formats_says_what_a_width_does_not_fit(kv) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = kv("formats", "--head-dim", "80")
+    assert code == 0 and "kvproof:" not in err
+    assert "refused: q8_0: head_dim 80 is not a multiple of 32" in out
+    table = [line.split()[0] for line in out.splitlines() if line]
+    assert "tq4" in table and "q8_0" not in table
 
 
 def test_doctor_names_what_is_there_and_what_is_not(kv) -> None:  # type: ignore[no-untyped-def]

@@ -21,6 +21,7 @@ ORDER = (
     "models",
     "backends",
     "conditioner",
+    "distortion",
     "cache",
     "evidence",
     "cases",
