@@ -26,6 +26,8 @@ constexpr int SMALLEST_CHUNK = 512;
 constexpr int MOST_FUSED = 2;
 // Below this many multiply-adds a second thread costs more than it brings.
 constexpr double SERIAL_WORK = 1 << 18;
+constexpr float LOG2_E = 1.44269504088896340736f;  // the softmax works in powers of two
+constexpr double LN_2 = 0.69314718055994530942;
 
 int up(int n, int to) { return (n + to - 1) / to * to; }
 int width_index(int width) { return width == 4 ? 2 : width - 1; }
@@ -221,14 +223,16 @@ const float* query_row(const Query& q, int group, int kv_head, int row) {
 class Attention {
  public:
   Attention(const Kernels& isa, const Query& q, const Side& keys, const Side& values, Mask mask,
-            float scale, float* out)
+            const Offsets& offsets, float scale, float* out, float* lse)
       : isa_(isa),
         q_(q),
         keys_(keys),
         values_(values),
         mask_(mask),
-        factor_(scale * 1.44269504088896340736f),
+        offsets_(offsets),
+        factor_(scale * LOG2_E),
         out_(out),
+        lse_(lse),
         plan_(isa, keys_),
         value_path_(path_of(values.fmt)),
         value_table_(value_table(isa, values.fmt)),
@@ -319,10 +323,8 @@ class Attention {
   }
 
   // Tokens [low, high) that query i sees.
-  int high(int i) const { return mask_.causal ? keys_.n - q_.n + i + 1 : keys_.n; }
-  int low(int i) const {
-    return mask_.window ? std::max(0, keys_.n - q_.n + i - mask_.window + 1) : 0;
-  }
+  int high(int i) const { return std::clamp(mask_.end + i, 0, keys_.n); }
+  int low(int i) const { return std::clamp(mask_.first + i, 0, keys_.n); }
   int rows_of(int block) const { return std::min(BLOCK_ROWS, rows_ - block * BLOCK_ROWS); }
   int first_query(int block) const { return block * BLOCK_ROWS / group_; }
   int last_query(int block) const { return (block * BLOCK_ROWS + rows_of(block) - 1) / group_; }
@@ -362,14 +364,14 @@ class Attention {
       for (int t = from; t < to; t += SUPER) {
         const int end = std::min(to, t + SUPER);
         ok &= plan_.score(query, groups, n_groups, head, t, end, w.tile, w.scales, w.scores);
-        for (int g = 0; g < n_groups; ++g) softmax(groups[g], block, n, t, end, w);
+        for (int g = 0; g < n_groups; ++g) softmax(groups[g], head, block, n, t, end, w);
         ok &= add_values(groups, n_groups, head, t, end, w);
       }
     }
     if (chunks_ == 1) {
       for (int r = 0; r < n; ++r)
         finish(head, block * BLOCK_ROWS + r, w.sum_of_values + std::ptrdiff_t(r) * value_width_,
-               w.sum[r], w);
+               w.maximum[r], w.sum[r], w);
     } else {
       float* p = partial(head, block, chunk);
       std::memcpy(p, w.maximum, BLOCK_ROWS * sizeof(float));
@@ -380,7 +382,37 @@ class Attention {
     return ok;
   }
 
-  void softmax(const RowGroup& group, int block, int n, int t, int end, Worker& w) const {
+  // Adds the offsets of the pages that tokens [t, end) lie in to their scores.
+  template <int WIDTH>
+  void add_offsets(const RowGroup& group, int head, int block, int n, int t, int end,
+                   Worker& w) const {
+    float* const s = w.scores + group.first * SUPER;
+    for (int from = t; from < end;) {
+      const std::int64_t page = (offsets_.phase + from) / offsets_.page;
+      const int to = int(std::min<std::int64_t>(end, (page + 1) * offsets_.page - offsets_.phase));
+      float add[WIDTH] = {};
+      for (int j = 0; j < std::min(WIDTH, n - group.first); ++j) {
+        const int row = block * BLOCK_ROWS + group.first + j;
+        add[j] = offsets_.base[row / group_ * offsets_.row_stride +
+                               (head * group_ + row % group_) * offsets_.head_stride + page] *
+                 LOG2_E;
+      }
+      for (int p = 0; p < 2; ++p) {
+        float* const plane = s + p * (SUPER / 2 * WIDTH);
+        for (int i = (from - t - p + 1) / 2; i < (to - t - p + 1) / 2; ++i)
+          for (int j = 0; j < WIDTH; ++j) plane[i * WIDTH + j] += add[j];
+      }
+      from = to;
+    }
+  }
+
+  void softmax(const RowGroup& group, int head, int block, int n, int t, int end, Worker& w) const {
+    if (offsets_.base) {
+      const auto add = group.width == 4   ? &Attention::add_offsets<4>
+                       : group.width == 2 ? &Attention::add_offsets<2>
+                                          : &Attention::add_offsets<1>;
+      (this->*add)(group, head, block, n, t, end, w);
+    }
     float* const s = w.scores + group.first * SUPER;
     const int width = group.width, plane = SUPER / 2 * width,
               padded_end = std::min(t + SUPER, t + up(end - t, 32));
@@ -450,15 +482,17 @@ class Attention {
         sum += weight * p[BLOCK_ROWS + r];
         for (int i = 0; i < value_width_; ++i) out[i] += weight * v[i];
       }
-      finish(head, block * BLOCK_ROWS + r, out, sum, w);
+      finish(head, block * BLOCK_ROWS + r, out, top, sum, w);
     }
   }
 
   // Normalises, reorders and un-rotates one output row.
-  void finish(int head, int row, const float* values, float sum, Worker& w) const {
+  void finish(int head, int row, const float* values, float maximum, float sum, Worker& w) const {
     const int dim = values_.dim;
-    float* const to =
-        out_ + (std::ptrdiff_t(row / group_) * q_.heads + head * group_ + row % group_) * dim;
+    const std::ptrdiff_t at =
+        std::ptrdiff_t(row / group_) * q_.heads + head * group_ + row % group_;
+    float* const to = out_ + at * dim;
+    if (lse_) lse_[at] = sum > 0 ? float((maximum + std::log2(double(sum))) * LN_2) : -HUGE_VALF;
     const float factor =
         (sum > 0 ? 1 / sum : 0) * (values_.head_scale ? values_.head_scale[head] : 1.f);
     for (int p = 0; p < value_width_; ++p)
@@ -474,8 +508,9 @@ class Attention {
   const Query q_;
   const Side keys_, values_;
   const Mask mask_;
+  const Offsets offsets_;
   const float factor_;
-  float* const out_;
+  float *const out_, *const lse_;
   const KeyPlan plan_;
   const Path value_path_;
   const Table value_table_;
@@ -490,8 +525,9 @@ class Attention {
 }  // namespace
 
 bool attention(const Kernels& isa, int threads, const Query& q, const Side& keys,
-               const Side& values, Mask mask, float scale, float* out) {
-  return Attention(isa, q, keys, values, mask, scale, out).run(threads);
+               const Side& values, Mask mask, const Offsets& offsets, float scale, float* out,
+               float* lse) {
+  return Attention(isa, q, keys, values, mask, offsets, scale, out, lse).run(threads);
 }
 
 bool scores(const Kernels& isa, int threads, const Query& q, const Side& keys, float* out) {

@@ -94,23 +94,35 @@ Query query_of(const Heads& q, const Side& keys) {
   return {q.data(), q.stride(0), q.stride(1), int(q.shape(0)), int(q.shape(1)), keys.dim};
 }
 
-// Row of the first stored scale or element that is not finite: (0, row) of the keys, (1, row) of
-// the values, or (-1, -1).
-std::pair<int, std::ptrdiff_t> attention_call(const std::string& isa, int threads, const Heads& q,
-                                              const Bytes& k, const Bytes& v,
-                                              const std::string& key, const std::string& value,
-                                              int dim_v, bool causal, int window, float scale,
-                                              const Scales& k_scale, const Scales& v_scale,
-                                              const OutFloats& out) {
+// Query i sees tokens [first + i, end + i). Returns the row of the first stored scale or element
+// that is not finite: (0, row) of the keys, (1, row) of the values, or (-1, -1).
+std::pair<int, std::ptrdiff_t> attention_call(
+    const std::string& isa, int threads, const Heads& q, const Bytes& k, const Bytes& v,
+    const std::string& key, const std::string& value, int dim_v, int first, int end, float scale,
+    const Scales& k_scale, const Scales& v_scale, const std::optional<Heads>& offsets,
+    std::int64_t page, std::int64_t phase, const OutFloats& out,
+    const std::optional<OutFloats>& lse) {
   const Kernels& kernels = kernels_of(isa);
   const Side keys = side_of(key, k, int(q.shape(2)), k_scale);
   const Side values = side_of(value, v, dim_v, v_scale);
   const Query query = query_of(q, keys);
-  if (values.n != keys.n || values.heads != keys.heads || query.n > keys.n || query.n < 1 ||
-      out.size() != std::size_t(query.n) * query.heads * dim_v)
+  const std::size_t rows = std::size_t(query.n) * query.heads;
+  if (values.n != keys.n || values.heads != keys.heads || query.n < 1 ||
+      out.size() != rows * dim_v || (lse && lse->size() != rows))
     throw std::invalid_argument("shapes do not match");
+  if (first < -query.n || first > keys.n || end < -query.n || end > keys.n)
+    throw std::invalid_argument("no such tokens");
+  Offsets added{};
+  if (offsets) {
+    if (int(offsets->shape(0)) != query.n || int(offsets->shape(1)) != query.heads || page < 1 ||
+        phase < 0 || (offsets->stride(2) != 1 && offsets->shape(2) > 1) ||
+        std::int64_t(offsets->shape(2)) * page < phase + keys.n)
+      throw std::invalid_argument("offsets do not match");
+    added = {offsets->data(), offsets->stride(0), offsets->stride(1), page, phase};
+  }
   nb::gil_scoped_release free;
-  if (attention(kernels, threads, query, keys, values, {causal, window}, scale, out.data()))
+  if (attention(kernels, threads, query, keys, values, {first, end}, added, scale, out.data(),
+                lse ? lse->data() : nullptr))
     return {-1, -1};
   const std::ptrdiff_t row = first_bad_row(kernels, keys);
   if (row >= 0) return {0, row};
@@ -195,8 +207,8 @@ NB_MODULE(_kernels, m) {
   m.def("set_signs", &set_signs, "signs32"_a, "head"_a);
   m.def("row_bytes", [](const std::string& f, int dim) { return row_bytes(format_index(f), dim); });
   m.def("attention", &attention_call, "isa"_a, "threads"_a, "q"_a, "k"_a, "v"_a, "key"_a, "value"_a,
-        "dim_v"_a, "causal"_a, "window"_a, "scale"_a, "k_scale"_a.none(), "v_scale"_a.none(),
-        "out"_a);
+        "dim_v"_a, "first"_a, "end"_a, "scale"_a, "k_scale"_a.none(), "v_scale"_a.none(),
+        "offsets"_a.none(), "page"_a, "phase"_a, "out"_a, "lse"_a.none());
   m.def("scores", &scores_call, "isa"_a, "threads"_a, "q"_a, "k"_a, "key"_a, "k_scale"_a.none(),
         "out"_a);
   m.def("encode", &encode_call, "isa"_a, "threads"_a, "format"_a, "x"_a, "scale"_a.none(), "out"_a);

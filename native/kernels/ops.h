@@ -45,14 +45,22 @@ struct Query {  // float32 [n_q][heads][dim], dim contiguous
   int n, heads, dim;
 };
 
-struct Mask {
-  bool causal;
-  int window;  // 0: none
+struct Mask {  // query i sees tokens [first + i, end + i), as far as they exist
+  int first, end;
 };
 
-// out [n_q][heads][dim of values]. False if a stored scale or element is not finite.
+// Added to the scaled score of token t: base[query][head][(phase + t) / page]; base null: nothing.
+struct Offsets {
+  const float* base;
+  std::ptrdiff_t row_stride, head_stride;
+  std::int64_t page, phase;
+};
+
+// out [n_q][heads][dim of values]; lse [n_q][heads], natural log of the softmax sum (-inf where
+// nothing is seen), or null. False if a stored scale or element is not finite.
 bool attention(const Kernels& isa, int threads, const Query& q, const Side& keys,
-               const Side& values, Mask mask, float scale, float* out);
+               const Side& values, Mask mask, const Offsets& offsets, float scale, float* out,
+               float* lse);
 // out [n_q][heads][n_kv]
 bool scores(const Kernels& isa, int threads, const Query& q, const Side& keys, float* out);
 

@@ -224,8 +224,8 @@ def test_nothing_is_written_or_read_outside(backend):
         result = np.full(2 * dim + 32, np.nan, np.float32)
         blocks = inner[:, None]
         _kernels.attention(
-            backend.isa, 2, q, blocks, blocks, name, name, dim, True, 0, 0.1, None, None,
-            result[16:-16].reshape(1, 2, dim),
+            backend.isa, 2, q, blocks, blocks, name, name, dim, -1, 33, 0.1, None, None,
+            None, 1, 0, result[16:-16].reshape(1, 2, dim), None,
         )  # fmt: skip
         assert np.isnan(result[:16]).all() and np.isnan(result[-16:]).all()
         assert np.isfinite(result[16:-16]).all()

@@ -22,6 +22,7 @@ ORDER = (
     "backends",
     "conditioner",
     "distortion",
+    "segments",
     "cache",
     "evidence",
     "cases",

@@ -68,9 +68,21 @@ class Backend(Protocol):
         k_scale: Any = None,
         v_scale: Any = None,
         threads: int | None = None,
+        position: int | None = None,
+        offsets: Any = None,
+        page: int | None = None,
+        phase: int = 0,
+        return_lse: bool = False,
     ) -> Any:
-        """Attention of the last n_q positions over n_kv encoded tokens, `[n_q, num_heads,
-        head_dim_v]`."""
+        """Attention of n_q positions over n_kv encoded tokens, `[n_q, num_heads, head_dim_v]`.
+
+        The queries are the last n_q of the cached tokens, or start at row `position`, which may
+        lie before or after the rows given (they are then a segment of a cache). Row t belongs to
+        page (phase + t) // page, and `offsets` `[n_q, num_heads, n_pages]` are added to its scaled
+        scores. With `return_lse` the result is (out, lse): lse float32 `[n_q, num_heads]` is the
+        natural logarithm of the sum of exp(scaled score + offset) over the rows seen, -inf (and
+        zero output) where a query sees none; `segments.merge` joins such results.
+        """
 
 
 def names() -> tuple[str, ...]:

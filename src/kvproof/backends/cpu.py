@@ -19,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvproof import rotation
-from kvproof.backends.reference import check_attention, check_shapes, source_digest
+from kvproof.backends.reference import (
+    check_attention,
+    check_offsets,
+    check_shapes,
+    source_digest,
+    spans,
+)
 from kvproof.errors import Refused, RequestError
 from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_of
@@ -243,31 +249,43 @@ class CpuBackend:
         k_scale: Any = None,
         v_scale: Any = None,
         threads: int | None = None,
+        position: int | None = None,
+        offsets: Any = None,
+        page: int | None = None,
+        phase: int = 0,
+        return_lse: bool = False,
         out: NDArray[np.float32] | None = None,
     ) -> Any:
-        """Softmax attention of the last n_q positions over the cached rows, `[n_q, num_heads,
-        head_dim_v]`; the same bytes for any number of threads."""
+        """Softmax attention over the cached rows, `[n_q, num_heads, head_dim_v]` (see
+        `Backend.attention`); the same bytes for any number of threads."""
         fk, fv = format_of(key), format_of(value)
         queries = _floats(q, "attention: q")
         keys, values = _bytes(k_blocks, "attention: keys"), _bytes(v_blocks, "attention: values")
-        check_attention(queries, keys, values, fk.row_values(keys.shape[-1]), window, scale)
+        head_dim_k = fk.row_values(keys.shape[-1])
+        check_attention(queries, keys, values, head_dim_k, window, scale, position)
+        added = None if offsets is None else _floats(offsets, "attention: offsets")
+        check_offsets(queries, len(keys), added, page, phase)
         dim_v = fv.row_values(values.shape[-1])
         self._check("attention", fk, queries.shape[2])
         self._check("attention", fv, dim_v)
         n_q, n_kv = queries.shape[0], keys.shape[0]
         result = _output(out, (n_q, queries.shape[1], dim_v), np.float32, "attention")
+        # NaN shows what a kernel does not write.
+        lse = np.full((n_q, queries.shape[1]), np.nan, np.float32) if return_lse else None
         if result.size:
             if not np.isfinite(queries).all():
                 raise RequestError("attention: q has a NaN or infinity")
+            first, end = spans(n_q, n_kv, causal, window, position)
             side, bad = _kernels.attention(
                 self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
-                _last_contiguous(values), fk.name, fv.name, dim_v, causal, min(window or 0, n_kv),
+                _last_contiguous(values), fk.name, fv.name, dim_v, first, end,
                 queries.shape[2] ** -0.5 if scale is None else float(scale),
                 _head_scales(fk, k_scale, keys.shape[1], "k_scale"),
-                _head_scales(fv, v_scale, keys.shape[1], "v_scale"), result,
+                _head_scales(fv, v_scale, keys.shape[1], "v_scale"),
+                None if added is None else _last_contiguous(added), page or 1, phase, result, lse,
             )  # fmt: skip
             _refuse_bad_row(bad, fv if side else fk, "values" if side else "keys")
-        return _like(q, result)
+        return _like(q, result) if lse is None else (_like(q, result), _like(q, lse))
 
     def _check(self, op: str, f: Format, head_dim: int) -> None:
         reason = self.refuses(op, f, head_dim)

@@ -81,13 +81,21 @@ class ReferenceBackend:
         k_scale: Any = None,
         v_scale: Any = None,
         threads: int | None = None,
-    ) -> NDArray[np.float32]:
-        """Softmax attention in float64 over the decoded values (see docs/architecture.md for
-        shapes)."""
-        return self.attention64(
+        position: int | None = None,
+        offsets: Any = None,
+        page: int | None = None,
+        phase: int = 0,
+        return_lse: bool = False,
+    ) -> Any:
+        """Softmax attention in float64 over the decoded values (see `Backend.attention`)."""
+        out, lse = self.attention64(
             q, k_blocks, v_blocks, key=key, value=value, causal=causal, window=window, scale=scale,
-            k_scale=k_scale, v_scale=v_scale,
-        ).astype(np.float32)  # fmt: skip
+            k_scale=k_scale, v_scale=v_scale, position=position, offsets=offsets, page=page,
+            phase=phase, return_lse=True,
+        )  # fmt: skip
+        if return_lse:
+            return out.astype(np.float32), lse.astype(np.float32)
+        return out.astype(np.float32)
 
     def attention64(
         self,
@@ -102,24 +110,34 @@ class ReferenceBackend:
         scale: float | None = None,
         k_scale: Any = None,
         v_scale: Any = None,
-    ) -> NDArray[np.float64]:
+        position: int | None = None,
+        offsets: Any = None,
+        page: int | None = None,
+        phase: int = 0,
+        return_lse: bool = False,
+    ) -> Any:
         """`attention` before rounding to float32."""
         fk, fv = formats.get(key), formats.get(value)
         queries, keys, values = _queries(q), np.asarray(k_blocks), np.asarray(v_blocks)
-        check_attention(queries, keys, values, fk.row_values(keys.shape[-1]), window, scale)
+        head_dim_k = fk.row_values(keys.shape[-1])
+        check_attention(queries, keys, values, head_dim_k, window, scale, position)
+        added = None if offsets is None else as_float32(offsets, "offsets")
+        check_offsets(queries, len(keys), added, page, phase)
         n_q, heads, head_dim = queries.shape
         n_kv, kv_heads = values.shape[:2]
         scores = self.scores64(fk, queries, keys, k_scale)
         scores *= 1 / np.sqrt(head_dim) if scale is None else scale
-        scores = np.where(visible(n_q, n_kv, causal, window)[:, None, :], scores, -np.inf)
+        if added is not None and page is not None:
+            scores += added.astype(np.float64)[:, :, (phase + np.arange(n_kv)) // page]
+        seen = visible(n_q, n_kv, causal, window, position)
+        scores = np.where(seen[:, None, :], scores, -np.inf)
         weights = softmax(scores)
         rows = fv.decode_rotated(values, 1.0 if v_scale is None else v_scale)
         shared = np.repeat(rows, heads // kv_heads, axis=1)
         out: NDArray[np.float64] = np.einsum("qht,thd->qhd", weights, shared, optimize=True)
-        if fv.spin is None:
-            return out
-        plain: NDArray[np.float64] = out @ fv.spin.matrix(out.shape[-1])
-        return plain
+        if fv.spin is not None:
+            out = out @ fv.spin.matrix(out.shape[-1])
+        return (out, log_sum_exp(scores)) if return_lse else out
 
 
 def _queries(q: Any) -> NDArray[np.float32]:
@@ -129,20 +147,38 @@ def _queries(q: Any) -> NDArray[np.float32]:
     return queries
 
 
-def visible(n_q: int, n_kv: int, causal: bool, window: int | None) -> NDArray[np.bool_]:
-    """Mask `[n_q, n_kv]`: which cached tokens each query sees.
+def spans(
+    n_q: int, n_kv: int, causal: bool, window: int | None, position: int | None
+) -> tuple[int, int]:
+    """(first, end): query i sees the tokens [first + i, end + i), as far as they exist.
 
-    The queries are the last n_q positions. A window of W is W keys, the query's own included; it
-    implies an upper bound only with `causal`.
+    Query 0 belongs to row `position`, by default the n_q-th from the end. A window of W is W keys,
+    the query's own included; it implies an upper bound only with `causal`. Both numbers lie from
+    -n_q (nothing is cut off in front, or nothing is seen) to n_kv.
     """
-    position = np.arange(n_kv - n_q, n_kv)[:, None]
-    token = np.arange(n_kv)[None]
-    mask = np.ones((n_q, n_kv), bool)
-    if causal:
-        mask &= token <= position
-    if window is not None:
-        mask &= token > position - window
+    own = n_kv - n_q if position is None else int(position)
+    first = -n_q if window is None else own - int(window) + 1
+    end = own + 1 if causal else n_kv
+    return max(-n_q, min(first, n_kv)), max(-n_q, min(end, n_kv))
+
+
+def visible(
+    n_q: int, n_kv: int, causal: bool, window: int | None, position: int | None = None
+) -> NDArray[np.bool_]:
+    """Mask `[n_q, n_kv]`: which cached tokens each query sees (see `spans`)."""
+    first, end = spans(n_q, n_kv, causal, window, position)
+    query, token = np.arange(n_q)[:, None], np.arange(n_kv)[None]
+    mask: NDArray[np.bool_] = (token >= first + query) & (token < end + query)
     return mask
+
+
+def log_sum_exp(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Natural logarithm of the sum of exp over the last axis; -inf for a row of only -inf."""
+    top = scores.max(axis=-1, initial=-np.inf)
+    shift = np.where(np.isfinite(top), top, 0)
+    with np.errstate(divide="ignore"):
+        out: NDArray[np.float64] = shift + np.log(np.exp(scores - shift[..., None]).sum(axis=-1))
+    return out
 
 
 def softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -178,6 +214,7 @@ def check_attention(
     head_dim: int,
     window: object,
     scale: object,
+    position: object = None,
 ) -> None:
     """RequestError naming what does not fit in a call of attention; `head_dim` is that of keys."""
     check_shapes(q, keys, head_dim)
@@ -186,14 +223,46 @@ def check_attention(
             f"attention: keys {keys.shape} and values {values.shape} must agree in tokens and "
             "KV heads"
         )
-    if len(q) > len(keys):
+    if position is None and len(q) > len(keys):
         raise RequestError(f"attention: {len(q)} queries but only {len(keys)} cached tokens")
-    whole = isinstance(window, (int, np.integer)) and not isinstance(window, bool)
-    if window is not None and not (whole and window >= 1):  # type: ignore[operator]
+    if position is not None and not _whole(position):
+        raise RequestError(f"attention: position {position!r} is not a whole number")
+    if window is not None and not (_whole(window) and window >= 1):  # type: ignore[operator]
         raise RequestError(f"attention: window {window!r} is not a positive whole number")
     number = isinstance(scale, (int, float, np.number)) and np.isrealobj(scale)
     if scale is not None and not (number and np.isfinite(scale)):  # type: ignore[call-overload]
         raise RequestError(f"attention: scale {scale!r} is not a finite number")
+
+
+LARGEST_PAGE = 2**31 - 1
+
+
+def check_offsets(
+    q: NDArray[Any], n_kv: int, offsets: NDArray[np.float32] | None, page: object, phase: object
+) -> None:
+    """RequestError naming what does not fit in the page offsets of a call of attention."""
+    if not (_whole(phase) and 0 <= phase <= LARGEST_PAGE):  # type: ignore[operator]
+        raise RequestError(f"attention: phase {phase!r} is not from 0 to {LARGEST_PAGE}")
+    if offsets is None:
+        if page is not None or phase:
+            raise RequestError("attention: page and phase say where offsets go; offsets is missing")
+        return
+    if page is None:
+        raise RequestError("attention: offsets need page, the number of rows that share one")
+    if not (_whole(page) and 1 <= page <= LARGEST_PAGE):  # type: ignore[operator]
+        raise RequestError(f"attention: page {page!r} is not from 1 to {LARGEST_PAGE}")
+    pages = -(-(phase + n_kv) // page) if n_kv else 0  # type: ignore[operator]
+    if offsets.ndim != 3 or offsets.shape[:2] != q.shape[:2] or offsets.shape[2] < pages:
+        raise RequestError(
+            f"attention: offsets {offsets.shape} must be [{q.shape[0]}, {q.shape[1]}, at least "
+            f"{pages}]: {n_kv} rows from phase {phase} in pages of {page}"
+        )
+    if not np.isfinite(offsets).all():
+        raise RequestError("attention: offsets have a NaN or infinity")
+
+
+def _whole(number: object) -> bool:
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
 def source_digest() -> str:
