@@ -388,18 +388,98 @@ def inspect(
 @app.command()
 def formats(
     head_dim: Annotated[
-        int, typer.Option(min=1, max=1 << 16, help="Row width to measure at.")
+        int, typer.Option(min=1, max=1 << 16, help="Width of the rows of N(0,1).")
     ] = 128,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Measure on rows of this model too (repeatable); default: the known models that "
+            "were fetched.",
+            show_default=False,
+        ),
+    ] = None,
+    no_model: Annotated[bool, typer.Option("--no-model", help="Rows of N(0,1) only.")] = False,
     json_: Json = False,
 ) -> None:
-    """Every format: bits, error on N(0,1), the floor of scalar codes, and which ones stand out."""
+    """Every format: bits, error on N(0,1) and on rows of real models, the floor, the frontier."""
     from kvproof import distortion
 
+    if model and no_model:
+        raise RequestError("--model and --no-model: name models or none")
+    backend = _cpu_or_none()
+    names = list(dict.fromkeys(model)) if model else None
+    paths = {name: _resolve(name) for name in names or ()}
     with _progress() as tell:
-        entries = distortion.gaussian_table(head_dim, _cpu_or_none(), tell)
+        entries = distortion.gaussian_table(head_dim, backend, tell)
+        captured = {} if no_model else _captured(paths, names is None, backend, tell)
     if json_:
-        _print_json({"head_dim": head_dim, "formats": entries})
+        for e in entries:
+            e["captured"] = {
+                name: document["formats"][e["name"]]
+                for name, document in captured.items()
+                if document["missing"] is None
+            }
+        about = {
+            name: {key: value for key, value in document.items() if key != "formats"}
+            for name, document in captured.items()
+        }
+        _print_json({"head_dim": head_dim, "models": about, "formats": entries})
         return
+    _show_gaussian(head_dim, entries)
+    for name, document in captured.items():
+        _say("")
+        if document["missing"] is not None:
+            _say(f"{name}: no captured rows: {document['missing']}")
+        else:
+            _show_captured(name, document)
+
+
+def _captured(
+    paths: Mapping[str, Path], known: bool, backend: Any, tell: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Model -> its captured rows' digests, layers and figures, or what is missing.
+
+    With `known`: the known models; one that was not fetched or cannot be run is a note, since it
+    was not asked for by name.
+    """
+    from kvproof import captured, models
+
+    found: dict[str, dict[str, Any]] = {}
+    wanted: dict[str, Path | None] = {n: models.on_disk(n) for n in models.KNOWN} if known else {}
+    for name, path in {**wanted, **paths}.items():
+        if path is None:
+            found[name] = {"missing": f"not fetched; run `kvproof fetch {name}`"}
+            continue
+        try:
+            if captured.read(path) is None:
+                _need_engine()
+            rows = captured.rows(path, progress=tell)
+        except Refused as error:
+            if not known:
+                raise
+            found[name] = {"missing": str(error)}
+            continue
+        found[name] = {
+            "missing": None,
+            "sha256": rows.model,
+            "text_sha256": rows.text,
+            "tokens": rows.tokens,
+            "layers": [
+                {
+                    "index": x.rows.index,
+                    "window": x.window,
+                    "head_dim_k": x.rows.k.shape[-1],
+                    "head_dim_v": x.rows.v.shape[-1],
+                }
+                for x in rows.layers
+            ],
+            "formats": captured.table(rows, backend, tell),
+        }
+    return found
+
+
+def _show_gaussian(head_dim: int, entries: Sequence[Mapping[str, Any]]) -> None:
     measured = [e for e in entries if e["refused"] is None]
     _table(
         f"Formats at head_dim {head_dim}, rows of N(0,1)",
@@ -427,14 +507,62 @@ def formats(
     for e in entries:
         if e["refused"]:
             _say(f"refused: {e['refused']}")
-    own = {e["name"] for e in entries if e["own"]}
-    for e in measured:
-        peers = [name for name in e["dominated_by"] if name not in own]
-        if e["own"] and peers:
-            _say(f"dominated: {e['name']} is no smaller and no better than {', '.join(peers)}")
+    _say_dominated({e["name"]: e["dominated_by"] for e in measured}, "")
     slow = [e["name"] for e in measured if e["encoder"] == "reference"]
     if slow:
         _say(f"encoded by the NumPy reference, on fewer rows: {', '.join(slow)}")
+
+
+def _say_dominated(dominated_by: Mapping[str, Sequence[str]], where: str) -> None:
+    """A line for each of kvproof's own formats that a peer's beats."""
+    from kvproof.distortion import is_own
+    from kvproof.formats import get
+
+    own = {name for name in dominated_by if is_own(get(name))}
+    for name, others in dominated_by.items():
+        peers = [other for other in others if other not in own]
+        if name in own and peers:
+            _say(f"dominated{where}: {name} is no smaller and no better than {', '.join(peers)}")
+
+
+def _show_captured(name: str, document: Mapping[str, Any]) -> None:
+    from kvproof.geometry import index_ranges
+
+    entries = {n: e for n, e in document["formats"].items() if "key" in e or "value" in e}
+    layers = document["layers"]
+    body = []
+    for fmt, entry in entries.items():
+        key, value = entry.get("key"), entry.get("value")
+        bits = dict.fromkeys(f"{side['bits']:.3f}" for side in (key, value) if side)
+        stands = [s for s, side in (("K", key), ("V", value)) if side and not side["dominated_by"]]
+        body.append(
+            (
+                fmt,
+                "/".join(bits),
+                f"{key['relative_mse']:.3g}" if key else "-",
+                _decibels(key["db"]) if key else "-",
+                f"{key['score_error']:.3g}" if key else "-",
+                f"{value['relative_mse']:.3g}" if value else "-",
+                _decibels(value["db"]) if value else "-",
+                " ".join(stands),
+            )
+        )
+    _table(
+        f"{name}: {document['tokens']} tokens, layers {index_ranges([x['index'] for x in layers])}",
+        ("format", "bits", "K MSE", "dB", "K nats", "V MSE", "dB", "frontier"),
+        body,
+    )
+    _say(
+        "K nats: RMS error of the scores, less each query's mean, which softmax does not see.\n"
+        "Keys are ranked by it, values by their relative MSE."
+    )
+    for side in ("key", "value"):
+        beaten = {n: e[side]["dominated_by"] for n, e in entries.items() if side in e}
+        _say_dominated(beaten, f" for {side}s")
+    for why in dict.fromkeys(
+        e["refused"] for e in document["formats"].values() if e.get("refused")
+    ):
+        _say(f"refused: {why}")
 
 
 def _decibels(db: float | None) -> str:

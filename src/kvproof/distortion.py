@@ -163,32 +163,31 @@ def on_gaussian(f: Format, head_dim: int, backend: Backend | None) -> Gaussian:
     )
 
 
-def centred_score_error(
-    q: Floats, k: Floats, stored_k: Floats, scale: float, window: int | None = None
-) -> tuple[float, float]:
-    """(RMS in nats, the same over the RMS of the centred scores) of the error of causal scores.
+def centred_scores(
+    q: Floats, k: Floats, scale: float, window: int | None = None, every: int = 1
+) -> float:
+    """RMS in nats of causal scores, from each query's scores their mean over its keys taken off.
 
-    q `[n, heads, d]`, k and stored_k `[n, kv_heads, d]` of the same n positions. From each query's
-    errors (and scores) their mean over its keys is taken off: softmax does not see it, and row
-    errors do not know of it.
+    q `[n, heads, d]`, k `[n, kv_heads, d]` of the same n positions; every `every`-th query counts.
+    Softmax does not see that mean, so for k = stored - exact this is the error that it sees, which
+    errors of rows do not know of. The difference of keys, not of scores: nothing cancels.
     """
-    n, heads, _ = q.shape
+    n, heads, d = q.shape
     group = heads // k.shape[1]
-    position = np.arange(n)
-    seen = position[None, :] <= position[:, None]
+    position = np.arange(n - 1, -1, -every)[::-1]
+    seen = np.arange(n)[None, :] <= position[:, None]
     if window is not None:
-        seen &= position[None, :] > position[:, None] - window
-    count = seen.sum(axis=1, keepdims=True)
-    totals = np.zeros(2)
-    for head in range(heads):
-        exact = k[:, head // group]
-        # The difference of the keys, not of the scores: nothing cancels.
-        for i, side in enumerate((stored_k[:, head // group] - exact, exact)):
-            scores = np.where(seen, (q[:, head] @ side.T).astype(np.float64) * scale, 0.0)
-            centred = np.where(seen, scores - scores.sum(axis=1, keepdims=True) / count, 0.0)
-            totals[i] += np.square(centred).sum()
-    rms = np.sqrt(totals / (heads * count.sum()))
-    return float(rms[0]), float(rms[0] / rms[1]) if rms[1] > 0 else 0.0
+        seen &= np.arange(n)[None, :] > position[:, None] - window
+    count = seen.sum(axis=1)[:, None, None]
+    total = 0.0
+    for head in range(k.shape[1]):
+        asked = q[position, head * group : (head + 1) * group].reshape(-1, d)
+        scores = (asked @ k[:, head].T).astype(np.float64).reshape(len(position), group, n)
+        scores *= seen[:, None]
+        scores -= scores.sum(axis=2, keepdims=True) / count
+        scores *= seen[:, None]
+        total += float(np.vdot(scores, scores))
+    return scale * math.sqrt(total / (heads * int(count.sum())))
 
 
 Points = Mapping[str, tuple[float, float]]  # name -> (bits, error)

@@ -201,6 +201,13 @@ def resolve(model: str, progress: Report | None = None) -> Path:
     return _fetch_repository(*_repository(model), progress or _silent).path
 
 
+def on_disk(name: str) -> Path | None:
+    """The verified file of the known model `name`, None where it was not fetched."""
+    known = KNOWN[name]
+    path = _model_dir(known) / known.file
+    return path if _is_verified(path, known) else None
+
+
 def fetch(name: str, progress: Report | None = None) -> FetchResult:
     """Fetch a known model or a repository "org/name[/file.gguf]", or verify the cached copy.
 

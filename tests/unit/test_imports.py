@@ -34,6 +34,7 @@ ORDER = (
     "engines",
     "decision",
     "lanes",
+    "captured",
     "report",
     "cli",
     "__main__",
