@@ -57,7 +57,9 @@ Progress = Callable[[str], None]
 # NMSE of the published self-test scores with a rotated query: 1.5e-10 observed (turbo4).
 ROTATED = 1e-9
 
-CHECK_OF = {"tbq3_0": "turbo3", "tbq4_0": "turbo4", "tq4": "row", "tq3": "row"}
+CHECK_OF = {"tbq3_0": "turbo3", "tbq4_0": "turbo4"} | {
+    f.name: "row" for f in all_formats() if f.block_size is None
+}
 FORMAT_CHECKS = ("turbo3", "turbo4", "stock", "row")
 OPERATOR_CHECKS = ("append", "fused", "gqa", "causal", "window", "split")
 CHECKS = (*FORMAT_CHECKS, *OPERATOR_CHECKS, "mutants")

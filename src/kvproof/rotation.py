@@ -252,3 +252,5 @@ R32 = Rotation("r32", lambda n: (32,) * (n // 32), _tiled(S32_HEX))
 R128 = Rotation("r128", lambda n: (GROUP,) * (n // GROUP), _tiled(W1_HEX), _tiled(W2_HEX))
 POLAR = Rotation("polar", lambda n: (GROUP,) * (n // GROUP), lambda n: np.ones(n, np.float32))
 HEAD = Rotation("head", power_of_two_parts, head_signs)
+# What llama.cpp does to quantised caches, made for every width that has a head rotation: no signs.
+HADAMARD = Rotation("hadamard", power_of_two_parts, lambda n: np.ones(n, np.float32))

@@ -89,6 +89,15 @@ TOLERANCES: dict[tuple[str, str], Bound] = {
     ("sharp", "tq4"): Bound(2e-5, 1.5e-06),
     ("sharp", "tq3"): Bound(6e-6, 5.8e-07),
 }
+# Formats whose kernels are not measured yet are held to the bounds of the nearest format.
+_NEAREST = {"tq8": "q8_0", "tq5": "tq4", "tq2": "tq3", "q4_0_rot": "q4_0"}
+_NEAREST |= dict.fromkeys(("tcq4", "tcq4_64"), "tq4")
+_NEAREST |= dict.fromkeys(("tcq3", "tcq3_64", "tcq2", "tcq2_64"), "tq3")
+TOLERANCES |= {
+    (op, name): TOLERANCES[op, nearest]
+    for name, nearest in _NEAREST.items()
+    for op in ("decode", "scores", "attention", "sharp")
+}
 
 # Truth on N(0,1) (gate.md section 5): least correlation of scores with the true q.k, and expected
 # relative MSE of the rows (within 3 %), the same at every head_dim except where noted below.
@@ -100,11 +109,39 @@ TRUTH: dict[str, tuple[float, float]] = {
     "q4_0": (0.995, 0.0074),
     "tbq4_0": (0.994, 0.0090),
     "tbq3_0": (0.981, 0.0326),
+    "q4_0_rot": (0.995, 0.0074),
+    "tq8": (0.9999, 4.16e-5),
+    "tq5": (0.998, 0.00197),
     "tq4": (0.994, 0.00797),
     "tq3": (0.981, 0.0318),
+    "tq2": (0.93, 0.114),
+    "tcq4": (0.996, 0.00565),
+    "tcq4_64": (0.996, 0.00543),
+    "tcq3": (0.987, 0.0222),
+    "tcq3_64": (0.987, 0.0213),
+    "tcq2": (0.95, 0.0843),
+    "tcq2_64": (0.95, 0.0810),
 }
 # A unit fitted to a whole row has less error on shorter rows; measured on 1024 rows.
 TRUTH_BY_WIDTH: dict[tuple[str, int], float] = {
+    ("tcq4", 64): 0.00547,
+    ("tcq4_64", 64): 0.00532,
+    ("tcq3", 64): 0.0217,
+    ("tcq3_64", 64): 0.0212,
+    ("tcq2", 64): 0.0838,
+    ("tcq2_64", 64): 0.0815,
+    ("tcq4", 256): 0.00581,
+    ("tcq4_64", 256): 0.00556,
+    ("tcq3", 256): 0.0226,
+    ("tcq3_64", 256): 0.0217,
+    ("tcq2", 256): 0.0847,
+    ("tcq2_64", 256): 0.0810,
+    ("tq8", 64): 3.51e-5,
+    ("tq5", 64): 0.00178,
+    ("tq2", 64): 0.1107,
+    ("tq8", 256): 4.81e-5,
+    ("tq5", 256): 0.00211,
+    ("tq2", 256): 0.1155,
     ("tq4", 64): 0.00706,
     ("tq3", 64): 0.0293,
     ("tq4", 256): 0.00855,
@@ -478,7 +515,7 @@ def _decode(
     want = reference.rows(fmt, blocks, arrays.k_scale)
     compare(exam, "parity", got, want, limit_of(case))
     _zero_rows(exam, fmt, arrays.k, got)
-    if case.inputs == "normal" and fmt.block_size != 1:
+    if case.inputs == "normal" and fmt.block_size != 1 and fmt.unit_bytes == 2:
         _refuse_stored_nan(exam, backend, fmt, blocks)
     if case.inputs == "normal" and len(arrays.k) >= TRUTH_KEYS:
         _true_rows(exam, fmt, arrays.k, got)
@@ -559,7 +596,10 @@ def _true_scores(exam: Examination, fmt: Format, got: NDArray[Any], truth: Float
     least, _ = TRUTH[fmt.name]
     exam.metrics |= {"correlation": correlation, "slope": slope}
     exam.note("truth", bool(correlation >= least), f"correlation {correlation:.5f}, >= {least}")
-    exam.note("slope", bool(SLOPE[0] <= slope <= SLOPE[1]), f"slope {slope:.4f}, within {SLOPE}")
+    # Codes and units of least error are shorter than the row by exactly their relative error.
+    low = SLOPE[0] - (TRUTH[fmt.name][1] if fmt.block_size is None else 0.0)
+    within_bounds = bool(low <= slope <= SLOPE[1])
+    exam.note("slope", within_bounds, f"slope {slope:.4f}, within {low:.3f} and {SLOPE[1]}")
 
 
 def _attention(

@@ -74,6 +74,8 @@ def test_non_finite_stored_scale_names_its_row(be, name):
 
 def test_zero_rows_score_zero(be):
     for f in formats.all_formats():
+        if be.refuses("attention", f, 64):
+            continue
         blocks = f.encode(np.zeros((5, 1, 64), np.float32))
         assert (be.scores(f, rows(2, 4, 64), blocks) == 0).all()
         assert (be.attention(rows(2, 4, 64), blocks, blocks, key=f, value=f) == 0).all()
@@ -107,7 +109,7 @@ def test_requests_that_are_wrong(be):
     with pytest.raises(RequestError, match="takes no scale"):
         run(k_scale=np.float32([2, 2]))
     with pytest.raises(RequestError, match="did you mean tq4"):
-        be.encode("tq5", rows(1, 64))
+        be.encode("tq6", rows(1, 64))
     with pytest.raises(RequestError, match="72 is not a multiple of 16"):
         be.encode("tq4", rows(1, 72))
     fp8 = formats.get("fp8_e4m3")

@@ -191,7 +191,7 @@ def test_refusals_name_layers_flag_format_and_reason_all_at_once():
     assert "layer 0-1, 3: --cache-type-k tbq4_0: " in text and "head_dim 80" in text
     assert "layer 0-1, 3: --cache-type-v tbq3_0: " in text and "\n" not in text
     with pytest.raises(RequestError, match="did you mean"):
-        KVCache(geometry({}), "tq5", "f16", ReferenceBackend())
+        KVCache(geometry({}), "tq6", "f16", ReferenceBackend())
     with pytest.raises(RequestError, match="layers 5: own no cache"):
         KVCache(geometry({}), "f16", "f16", ReferenceBackend(), {5: ("f16", "f16")})
 

@@ -120,8 +120,8 @@ def test_unreadable_and_absent_fixtures(tmp_path):
 def test_names_that_are_wrong_are_refused():
     with pytest.raises(RequestError, match="--check turbo5: unknown; choose from turbo3"):
         gate.verify("reference", ["turbo5"])
-    with pytest.raises(RequestError, match="unknown format 'tq5'"):
-        gate.verify("reference", formats=["tq5"])
+    with pytest.raises(RequestError, match="unknown format 'tq6'"):
+        gate.verify("reference", formats=["tq6"])
     with pytest.raises(RequestError, match="unknown backend"):
         gate.verify("abacus", ["turbo3"])
 

@@ -30,7 +30,7 @@ from kvproof.errors import Refused, RequestError
 from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_of
 from kvproof.formats.base import cuts_below
-from kvproof.formats.row import START3, START4, TRIES
+from kvproof.formats.row import STARTS, TRIES
 from kvproof.machine import cpu_model, usable_cpus
 
 try:
@@ -41,8 +41,6 @@ except ModuleNotFoundError as missing:
         "`make setup` or install a wheel"
     ) from missing
 
-_STARTS = {"tq4": float(START4), "tq3": float(START3)}
-
 
 def _hand_over_constants() -> None:
     """Give the native kernels the codebooks and sign vectors, which exist only in Python."""
@@ -51,7 +49,8 @@ def _hand_over_constants() -> None:
         if f.codebook is not None:
             cuts = [float(c) for c in cuts_below(f.codebook)]
             tries = [float(t) for t in TRIES]
-            _kernels.set_book(name, list(f.codebook), cuts, _STARTS.get(name, 0.0), tries)
+            start = float(STARTS.get(name, 0))
+            _kernels.set_book(name, list(f.codebook), cuts, start, tries)
     # q4_0 decodes by table too: code - 8.
     _kernels.set_book("q4_0", [float(c - 8) for c in range(16)], [0.0] * 15, 0.0, [])
     s32 = rotation.signs_from_hex(rotation.S32_HEX)

@@ -14,12 +14,34 @@ from types import ModuleType
 
 from kvproof.errors import RequestError
 from kvproof.formats.base import Counters, Format
-from kvproof.formats.row import TQ3, TQ4
-from kvproof.formats.stock import BF16, F16, FP8_E4M3, Q4_0, Q8_0
+from kvproof.formats.row import TQ2, TQ3, TQ4, TQ5, TQ8
+from kvproof.formats.stock import BF16, F16, FP8_E4M3, Q4_0, Q4_0_ROT, Q8_0
+from kvproof.formats.tcq import TCQ2, TCQ2_64, TCQ3, TCQ3_64, TCQ4, TCQ4_64
 from kvproof.formats.turbo import TBQ3_0, TBQ4_0
 
 _ROWS: dict[str, Format] = {
-    f.name: f for f in (F16, BF16, FP8_E4M3, Q8_0, Q4_0, TBQ4_0, TBQ3_0, TQ4, TQ3)
+    f.name: f
+    for f in (
+        F16,
+        BF16,
+        Q8_0,
+        TQ8,
+        FP8_E4M3,
+        TQ5,
+        Q4_0,
+        Q4_0_ROT,
+        TBQ4_0,
+        TQ4,
+        TCQ4,
+        TCQ4_64,
+        TBQ3_0,
+        TQ3,
+        TCQ3,
+        TCQ3_64,
+        TQ2,
+        TCQ2,
+        TCQ2_64,
+    )
 }
 
 

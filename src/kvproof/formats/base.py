@@ -52,7 +52,8 @@ class Format:
     plain_input: bool = False
     ggml_type: int | None = None
     scaled: bool = False  # a float32 scale per KV head is held beside the cache
-    bits_per_code: int | None = None  # whole-row formats: code bits, the fp16 unit not counted
+    bits_per_code: int | None = None  # whole-row formats: code bits, the unit not counted
+    unit_bytes: int = 2  # whole-row formats: size of the unit that ends a row
     codebook: tuple[float, ...] | None = field(
         default=None, repr=False
     )  # values of the codes, ascending (tbq3_tcq: of the 512 states)
@@ -85,7 +86,7 @@ class Format:
             raise RequestError(reason)
         if self.block_size is None:
             assert self.bits_per_code is not None
-            return n * self.bits_per_code // 8 + 2
+            return n * self.bits_per_code // 8 + self.unit_bytes
         assert self.block_bytes is not None
         return n // self.block_size * self.block_bytes
 
@@ -94,7 +95,7 @@ class Format:
         that size."""
         if self.block_size is None:
             assert self.bits_per_code is not None
-            n = (nbytes - 2) * 8 // self.bits_per_code
+            n = (nbytes - self.unit_bytes) * 8 // self.bits_per_code
         else:
             assert self.block_bytes is not None
             n = nbytes // self.block_bytes * self.block_size

@@ -1,4 +1,4 @@
-"""kvproof's row-scaled TurboQuant: tq4 and tq3, one fp16 unit a row and integer codebooks.
+"""kvproof's row-scaled TurboQuant: tq8, tq5, tq4, tq3, tq2, one fp16 unit a row and integer codes.
 
 A row (one head of one token) is rotated across the whole head, and every value is stored as the
 index of an integer in a small codebook; value = unit * codebook[code]. The integers are Lloyd-Max
@@ -9,6 +9,8 @@ byte layout.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +31,26 @@ from kvproof.rotation import HEAD
 
 KV = frozenset({"key", "value"})
 
+_HALF5 = (2, 6, 10, 14, 18, 22, 26, 31, 36, 41, 47, 53, 60, 69, 80, 97)
 _HALF4 = (5, 15, 25, 36, 48, 62, 79, 105)
 _HALF3 = (10, 31, 55, 88)
-CODEBOOK4 = tuple(float(-v) for v in reversed(_HALF4)) + tuple(float(v) for v in _HALF4)
-CODEBOOK3 = tuple(float(-v) for v in reversed(_HALF3)) + tuple(float(v) for v in _HALF3)
-# Unit of a unit-variance row: the Lloyd-Max step, in units of the integer codebook.
-START4, START3 = np.float32(0.0258), np.float32(0.0245)
+_HALF2 = (15, 50)
+
+
+def symmetric(half: tuple[int, ...]) -> tuple[float, ...]:
+    """The ascending codebook whose positive entries are `half`."""
+    return tuple(float(-v) for v in reversed(half)) + tuple(float(v) for v in half)
+
+
+CODEBOOK5, CODEBOOK4 = symmetric(_HALF5), symmetric(_HALF4)
+CODEBOOK3, CODEBOOK2 = symmetric(_HALF3), symmetric(_HALF2)
+# Unit of a unit-variance row, by format: the Lloyd-Max step, in units of the integer codebook.
+STARTS = {
+    "tq5": np.float32(0.0338),
+    "tq4": np.float32(0.0258),
+    "tq3": np.float32(0.0245),
+    "tq2": np.float32(0.0302),
+}
 # Multiples of it that are tried. The error has several minima over the unit, so a search finds
 # better ones than refining a single start; at d = 128 these seven win 13 % of the error.
 TRIES = tuple(np.float32(m) for m in (0.85, 0.90, 0.95, 1.00, 1.05, 1.10, 1.15))
@@ -102,52 +118,111 @@ def _finish(planes: list[Bytes], unit: Floats, y: Floats) -> tuple[Bytes, Counte
     return out, Counters(saturated, int(flushed.sum()))
 
 
+def pack_crumbs(codes: NDArray[np.integer[Any]]) -> Bytes:
+    """2-bit codes `[m, n]` to bytes `[m, n / 4]`: byte j of a group holds values j, j + n/4, j +
+    n/2, j + 3n/4 (n: the group's size) at bits 0, 2, 4, 6."""
+    planes = []
+    for s, n in groups(codes.shape[-1]):
+        quarter = codes[:, s : s + n].reshape(len(codes), 4, n // 4)
+        planes.append(quarter[:, 0] | quarter[:, 1] << 2 | quarter[:, 2] << 4 | quarter[:, 3] << 6)
+    return np.concatenate(planes, axis=-1).astype(np.uint8)
+
+
+def unpack_crumbs(packed: Bytes) -> NDArray[np.uint8]:
+    """Inverse of pack_crumbs."""
+    quarters = []
+    for s, n in groups(packed.shape[-1] * 4):
+        plane = packed[:, s // 4 : (s + n) // 4]
+        quarters += [plane >> shift & 3 for shift in (0, 2, 4, 6)]
+    return np.concatenate(quarters, axis=-1)
+
+
+def pack_bits(bits: NDArray[np.integer[Any]]) -> Bytes:
+    """0/1 `[m, n]` to bytes `[m, n / 8]`, least significant bit first."""
+    return np.packbits(bits, axis=-1, bitorder="little")
+
+
+def unpack_bits(packed: Bytes) -> NDArray[np.uint8]:
+    """Inverse of pack_bits."""
+    return np.unpackbits(packed, axis=-1, bitorder="little")
+
+
+def _pack_grouped_nibbles(codes: NDArray[np.integer[Any]]) -> Bytes:
+    planes = [
+        pack_nibbles(codes[:, s : s + n].astype(np.uint8)) for s, n in groups(codes.shape[-1])
+    ]
+    return np.concatenate(planes, axis=-1)
+
+
+def _unpack_grouped_nibbles(packed: Bytes) -> NDArray[np.uint8]:
+    halves = [(s // 2, n // 2) for s, n in groups(packed.shape[-1] * 2)]
+    return np.concatenate([unpack_nibbles(packed[:, s : s + n]) for s, n in halves], axis=-1)
+
+
+def _times_unit(values: NDArray[np.float64], b: Bytes) -> NDArray[np.float64]:
+    unit = b[:, -2:].copy().view(np.float16).astype(np.float64)
+    return np.where(unit == 0, 0.0, values * unit)
+
+
+def _encode_tq8(y: Floats) -> tuple[Bytes, Counters]:
+    unit = (np.abs(y).max(axis=-1) / np.float32(127)).astype(np.float32)
+    codes = np.rint(y * reciprocal(unit)[:, None]).astype(np.int8)
+    return _finish([codes.view(np.uint8)], unit, y)
+
+
+def _decode_tq8(b: Bytes) -> NDArray[np.float64]:
+    return _times_unit(b[:, :-2].view(np.int8).astype(np.float64), b)
+
+
+def _encode_tq5(y: Floats) -> tuple[Bytes, Counters]:
+    codes, unit = fit_unit(y, CODEBOOK5, STARTS["tq5"])
+    return _finish([_pack_grouped_nibbles(codes & 15), pack_bits(codes >> 4)], unit, y)
+
+
+def _decode_tq5(b: Bytes) -> NDArray[np.float64]:
+    half = (b.shape[-1] - 2) * 8 // 5 // 2
+    codes = _unpack_grouped_nibbles(b[:, :half]) | unpack_bits(b[:, half:-2]) << 4
+    return _times_unit(np.asarray(CODEBOOK5)[codes], b)
+
+
 def _encode_tq4(y: Floats) -> tuple[Bytes, Counters]:
-    codes, unit = fit_unit(y, CODEBOOK4, START4)
-    return _finish([pack_nibbles(codes[:, s : s + n]) for s, n in groups(y.shape[-1])], unit, y)
-
-
-def _encode_tq3(y: Floats) -> tuple[Bytes, Counters]:
-    codes, unit = fit_unit(y, CODEBOOK3, START3)
-    low = []
-    for s, n in groups(y.shape[-1]):
-        quarter = (codes[:, s : s + n] & 3).reshape(len(y), 4, n // 4)
-        packed = quarter[:, 0] | quarter[:, 1] << 2 | quarter[:, 2] << 4 | quarter[:, 3] << 6
-        low.append(packed.astype(np.uint8))
-    high = np.packbits(codes >> 2, axis=-1, bitorder="little")
-    return _finish([*low, high], unit, y)
-
-
-def _unit(b: Bytes) -> NDArray[np.float64]:
-    return b[:, -2:].copy().view(np.float16).astype(np.float64)
+    codes, unit = fit_unit(y, CODEBOOK4, STARTS["tq4"])
+    return _finish([_pack_grouped_nibbles(codes)], unit, y)
 
 
 def _decode_tq4(b: Bytes) -> NDArray[np.float64]:
-    n = (b.shape[-1] - 2) * 2
-    codes = np.concatenate(
-        [unpack_nibbles(b[:, s // 2 : (s + size) // 2]) for s, size in groups(n)], axis=-1
-    )
-    unit = _unit(b)
-    return np.where(unit == 0, 0.0, np.asarray(CODEBOOK4)[codes] * unit)
+    return _times_unit(np.asarray(CODEBOOK4)[_unpack_grouped_nibbles(b[:, :-2])], b)
+
+
+def _encode_tq3(y: Floats) -> tuple[Bytes, Counters]:
+    codes, unit = fit_unit(y, CODEBOOK3, STARTS["tq3"])
+    return _finish([pack_crumbs(codes & 3), pack_bits(codes >> 2)], unit, y)
 
 
 def _decode_tq3(b: Bytes) -> NDArray[np.float64]:
-    n = (b.shape[-1] - 2) * 8 // 3
-    low = []
-    for s, size in groups(n):
-        plane = b[:, s // 4 : (s + size) // 4]
-        low.append(np.concatenate([plane >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1))
-    high = np.unpackbits(b[:, n // 4 : n // 4 + n // 8], axis=-1, bitorder="little")
-    codes = np.concatenate(low, axis=-1) | high << 2
-    unit = _unit(b)
-    return np.where(unit == 0, 0.0, np.asarray(CODEBOOK3)[codes] * unit)
+    quarter = (b.shape[-1] - 2) * 8 // 3 // 4
+    codes = unpack_crumbs(b[:, :quarter]) | unpack_bits(b[:, quarter:-2]) << 2
+    return _times_unit(np.asarray(CODEBOOK3)[codes], b)
 
 
-TQ4 = Format(
-    "tq4", None, None, 16, KV, _encode_tq4, _decode_tq4, spin=HEAD, bits_per_code=4,
-    codebook=CODEBOOK4, source="kvproof: row-scaled TurboQuant",
-)  # fmt: skip
-TQ3 = Format(
-    "tq3", None, None, 16, KV, _encode_tq3, _decode_tq3, spin=HEAD, bits_per_code=3,
-    codebook=CODEBOOK3, source="kvproof: row-scaled TurboQuant",
-)  # fmt: skip
+def _encode_tq2(y: Floats) -> tuple[Bytes, Counters]:
+    codes, unit = fit_unit(y, CODEBOOK2, STARTS["tq2"])
+    return _finish([pack_crumbs(codes)], unit, y)
+
+
+def _decode_tq2(b: Bytes) -> NDArray[np.float64]:
+    return _times_unit(np.asarray(CODEBOOK2)[unpack_crumbs(b[:, :-2])], b)
+
+
+def _row(name: str, bits: int, encode: Any, decode: Any, book: tuple[float, ...] | None) -> Format:
+    return Format(
+        name, None, None, 16, KV, encode, decode, spin=HEAD, bits_per_code=bits,
+        codebook=book, source="kvproof: row-scaled TurboQuant",
+    )  # fmt: skip
+
+
+TQ8 = _row("tq8", 8, _encode_tq8, _decode_tq8, None)
+TQ5 = _row("tq5", 5, _encode_tq5, _decode_tq5, CODEBOOK5)
+TQ4 = _row("tq4", 4, _encode_tq4, _decode_tq4, CODEBOOK4)
+TQ3 = _row("tq3", 3, _encode_tq3, _decode_tq3, CODEBOOK3)
+TQ2 = _row("tq2", 2, _encode_tq2, _decode_tq2, CODEBOOK2)

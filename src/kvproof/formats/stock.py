@@ -1,5 +1,6 @@
 """The formats that engines ship today: f16, bf16, fp8_e4m3, q8_0, q4_0 (the last two byte-equal to
-ggml's)."""
+ggml's), and q4_0_rot: q4_0 of rows that went through a Hadamard transform first, which is what
+llama.cpp stores in a q4_0 cache."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from kvproof.formats.base import (
     store_fp16,
     unpack_nibbles,
 )
+from kvproof.rotation import HADAMARD
 
 KV = frozenset({"key", "value"})
 ANY = frozenset({"key", "value", "weight"})
@@ -111,3 +113,7 @@ FP8_E4M3 = Format(
 )
 Q8_0 = Format("q8_0", 32, 34, 32, ANY, _encode_q8_0, _decode_q8_0, ggml_type=8, source="ggml")
 Q4_0 = Format("q4_0", 32, 18, 32, ANY, _encode_q4_0, _decode_q4_0, ggml_type=2, source="ggml")
+Q4_0_ROT = Format(
+    "q4_0_rot", 32, 18, 32, KV, _encode_q4_0, _decode_q4_0, spin=HADAMARD,
+    source="ggml, rotated as in llama.cpp",
+)  # fmt: skip

@@ -1,0 +1,264 @@
+"""kvproof's trellis formats: tcq4, tcq3 and tcq2 (8 states), tcq4_64, tcq3_64 and tcq2_64.
+
+Doubled-alphabet trellis-coded quantisation (Ungerboeck 1982; Marcellin and Fischer 1990). A k-bit
+code has a codebook of 2^(k+1) integers, dealt in ascending order into the subsets 0, 1, 2, 3, 0, 1,
+... Every value spends one bit u on the path through a shift-register trellis, which names the
+subset, and k - 1 bits m on an entry of that subset. The subset is two XORs of the path's bits, so
+decoding takes shifts, XORs and one table, and knows no states; the encoder searches all paths by
+Viterbi's algorithm. A row is rotated across the whole head and ends in one byte, the index of its
+unit in a logarithmic table. Everything is float32 in one fixed order, so that every backend writes
+the same bytes. docs/formats.md gives the byte layout and the reasons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvproof.formats.base import Bytes, Counters, Floats, Format, cuts_below, nearest_code
+from kvproof.formats.row import (
+    groups,
+    lane_sum,
+    pack_bits,
+    symmetric,
+    unpack_bits,
+)
+from kvproof.rotation import HEAD
+
+KV = frozenset({"key", "value"})
+Codes = NDArray[np.uint8]
+
+UNIT_STEPS = 8  # units per octave
+UNIT_OCTAVES_BELOW_ONE = 20
+
+
+def _units() -> Floats:
+    """The unit of every byte: 0, then 2^(b/8 - 20) rounded to fp16."""
+    exponents = np.arange(256) / UNIT_STEPS - UNIT_OCTAVES_BELOW_ONE
+    table: Floats = np.exp2(exponents).astype(np.float16).astype(np.float32)
+    table[0] = 0
+    return table
+
+
+def _unit_cuts() -> Floats:
+    """Cut b lies midway (geometrically) between the units b and b + 1, so the nearest byte is the
+    number of cuts below a unit; cut 0 lies below unit 1 and cut 255 above unit 255."""
+    middle = (np.arange(256) + 0.5) / UNIT_STEPS - UNIT_OCTAVES_BELOW_ONE
+    return np.exp2(middle).astype(np.float32)
+
+
+UNITS, UNIT_CUTS = _units(), _unit_cuts()
+_RECIPROCALS = np.concatenate([np.zeros(1, np.float32), np.float32(1) / UNITS[1:]])
+
+
+_ROWS_AT_ONCE = 512  # the search holds a bit per value and state as a byte
+
+
+@dataclass(frozen=True)
+class Trellis:
+    """A doubled-alphabet trellis code.
+
+    `taps1` and `taps0` are the bits of the path (bit j: the value j steps ago) whose XOR is bit 1
+    and bit 0 of the subset; the bits before a row are 0. `book` is ascending and symmetric, entry
+    4 m + subset. The encoder tries the units whose bytes are `offsets` from the nearest to `start`
+    times the row's RMS.
+    """
+
+    bits: int
+    memory: int  # bits of state
+    taps1: int
+    taps0: int
+    book: tuple[float, ...]
+    start: np.float32
+    offsets: tuple[int, ...]
+
+    @property
+    def states(self) -> int:
+        """Number of states of the encoder."""
+        return 1 << self.memory
+
+    def subsets(self, u: Codes) -> Codes:
+        """Subsets 0..3 along the paths u, 0/1 `[m, n]` in time order."""
+        n = u.shape[-1]
+        history = np.concatenate([np.zeros((len(u), self.memory), np.uint8), u], axis=-1)
+        out = np.zeros(u.shape, np.uint8)
+        for bit, taps in ((0, self.taps0), (1, self.taps1)):
+            for j in range(self.memory + 1):
+                if taps >> j & 1:
+                    out ^= history[:, self.memory - j : self.memory - j + n] << bit
+        return out
+
+    def values(self, m: Codes, u: Codes) -> NDArray[np.float64]:
+        """Codebook entries of the codes m and the path u, both `[rows, n]` in time order."""
+        index = m.astype(np.intp) << 2 | self.subsets(u)
+        entries: NDArray[np.float64] = np.asarray(self.book, np.float64)[index]
+        return entries
+
+    def search(self, z: Floats) -> tuple[Codes, Codes, Floats]:
+        """Codes m, path u, both `[rows, n]`, and squared error `[rows]` of the best path through
+        z.
+
+        z is float32 `[rows, n]` in time order. Ties go to the lower entry, the lower predecessor
+        and, at the end, the lower state.
+        """
+        rows, n = z.shape
+        nearest, distance = self._nearest(z)
+        half = self.states // 2
+        low, high = self._labels()
+        cost = np.full((2, half, rows), np.inf, np.float32)
+        cost[0, 0] = 0
+        from_high = np.empty((n, half, 2, rows), bool)
+        after = np.empty((half, 2, rows), np.float32)
+        for t in range(n):
+            d = distance[t]
+            for u in (0, 1):
+                a, b = cost[0] + d[low[:, u]], cost[1] + d[high[:, u]]
+                np.less(b, a, out=from_high[t, :, u])
+                np.minimum(a, b, out=after[:, u])
+            cost = after.reshape(2, half, rows).copy()
+        flat = cost.reshape(self.states, rows)
+        state = flat.argmin(axis=0)
+        error = flat[state, np.arange(rows)]
+        u_path = np.empty((rows, n), np.uint8)
+        for t in range(n - 1, -1, -1):
+            u_path[:, t] = state & 1
+            state = (state >> 1) + half * from_high[t, state >> 1, state & 1, np.arange(rows)]
+        m = np.take_along_axis(nearest, self.subsets(u_path)[:, None], axis=1)[:, 0]
+        return m, u_path, error
+
+    def _nearest(self, z: Floats) -> tuple[Codes, Floats]:
+        """Per subset the nearest entry's index `[rows, 4, n]` and squared distance `[n, 4,
+        rows]`."""
+        book = np.asarray(self.book, np.float32).reshape(-1, 4)
+        index = np.empty((len(z), 4, z.shape[-1]), np.uint8)
+        distance = np.empty((z.shape[-1], 4, len(z)), np.float32)
+        for j in range(4):
+            index[:, j] = nearest_code(z, cuts_below(tuple(book[:, j])))
+            off = z - book[:, j][index[:, j]]
+            distance[:, j] = (off * off).T
+        return index, distance
+
+    def _labels(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Subset of the branch into state 2 i + u, `[i, u]`, from state i and from i + states /
+        2."""
+        return _branch_labels(self.memory, self.taps1, self.taps0)
+
+
+@lru_cache
+def _branch_labels(
+    memory: int, taps1: int, taps0: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    half = 1 << (memory - 1)
+    out = np.empty((2, half, 2), np.intp)
+    for high in (0, 1):
+        for i in range(half):
+            for u in (0, 1):
+                history = (i + half * high) << 1 | u
+                z1, z0 = ((history & taps).bit_count() & 1 for taps in (taps1, taps0))
+                out[high, i, u] = 2 * z1 + z0
+    return out[0], out[1]
+
+
+def time_order(n: int) -> NDArray[np.intp]:
+    """Index of the value at every step of the path: the order of the 2-bit fields of tq3's low
+    plane, so that subset bits and codes meet in the same places of memory."""
+    pieces = []
+    for start, size in groups(n):
+        p = np.arange(size)
+        pieces.append(start + size // 4 * (p % 4) + p // 4)
+    return np.concatenate(pieces)
+
+
+def _encode(code: Trellis, y: Floats) -> tuple[Bytes, Counters]:
+    if len(y) > _ROWS_AT_ONCE:
+        parts = [
+            _encode(code, y[at : at + _ROWS_AT_ONCE]) for at in range(0, len(y), _ROWS_AT_ONCE)
+        ]
+        return np.concatenate([b for b, _ in parts]), sum((c for _, c in parts), Counters())
+    n = y.shape[-1]
+    base = np.sqrt(lane_sum(y * y) / np.float32(n)) * code.start
+    nearest = np.searchsorted(UNIT_CUTS, base, side="left")
+    saturated, live = nearest == len(UNIT_CUTS), nearest > 0
+    steps = y[:, time_order(n)]
+    unit = np.zeros(len(y), np.uint8)
+    m, u = np.zeros(y.shape, np.uint8), np.zeros(y.shape, np.uint8)
+    least = np.full(len(y), np.inf, np.float32)
+    for offset in code.offsets:
+        byte = np.clip(nearest + offset, 1, 255).astype(np.uint8)
+        tried_m, tried_u, error = code.search(steps * _RECIPROCALS[byte][:, None])
+        error = error * (UNITS[byte] * UNITS[byte])
+        better = live & (error < least)
+        unit[better], least[better] = byte[better], error[better]
+        m[better], u[better] = tried_m[better], tried_u[better]
+    planes = [pack_bits(m)] if code.bits == 2 else [_pack_pairs(m & 3)]
+    if code.bits == 4:
+        planes.append(pack_bits(m >> 2))
+    flushed = ~live & y.any(axis=-1)
+    out = np.concatenate([*planes, pack_bits(u), unit[:, None]], axis=-1)
+    return out, Counters(int(saturated.sum()), int(flushed.sum()))
+
+
+def _decode(code: Trellis, b: Bytes) -> NDArray[np.float64]:
+    n = (b.shape[-1] - 1) * 8 // code.bits
+    u = unpack_bits(b[:, -1 - n // 8 : -1])
+    m = unpack_bits(b[:, : n // 8]) if code.bits == 2 else _unpack_pairs(b[:, : n // 4])
+    if code.bits == 4:
+        m = (m | unpack_bits(b[:, n // 4 : n // 4 + n // 8]) << 2).astype(np.uint8)
+    unit = UNITS[b[:, -1:]].astype(np.float64)
+    out = np.empty((len(b), n))
+    out[:, time_order(n)] = np.where(unit == 0, 0.0, code.values(m, u) * unit)
+    return out
+
+
+def _pack_pairs(codes: NDArray[np.integer[Any]]) -> Bytes:
+    """2-bit codes `[m, n]` to bytes `[m, n / 4]`, the least significant bits first."""
+    four = codes.reshape(len(codes), -1, 4)
+    packed: Bytes = (
+        four[..., 0] | four[..., 1] << 2 | four[..., 2] << 4 | four[..., 3] << 6
+    ).astype(np.uint8)
+    return packed
+
+
+def _unpack_pairs(packed: Bytes) -> NDArray[np.uint8]:
+    """Inverse of _pack_pairs."""
+    four = np.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
+    return four.reshape(len(packed), -1)
+
+
+_TAPS8 = (3, 0o13, 0o04)  # memory and taps: Ungerboeck's codes of 8 and 64 states
+_TAPS64 = (6, 0o103, 0o024)
+_TRIES = (-1, 0, 1)
+
+
+def _code(bits: int, taps: tuple[int, int, int], half: tuple[int, ...], start: float) -> Trellis:
+    return Trellis(bits, *taps, symmetric(half), np.float32(start), _TRIES)
+
+
+CODES = {
+    "tcq4": _code(
+        4, _TAPS8, (2, 7, 12, 16, 21, 26, 31, 36, 42, 47, 54, 61, 70, 81, 96, 120), 0.0242
+    ),
+    "tcq4_64": _code(
+        4, _TAPS64, (2, 7, 11, 16, 20, 25, 30, 35, 40, 46, 52, 59, 68, 79, 94, 117), 0.02494
+    ),
+    "tcq3": _code(3, _TAPS8, (4, 11, 19, 27, 37, 48, 64, 90), 0.0274),
+    "tcq3_64": _code(3, _TAPS64, (4, 15, 24, 36, 48, 64, 86, 121), 0.02051),
+    "tcq2": _code(2, _TAPS8, (13, 40, 71, 125), 0.01497),
+    "tcq2_64": _code(2, _TAPS64, (9, 30, 54, 96), 0.01945),
+}
+
+
+def _format(name: str, code: Trellis) -> Format:
+    return Format(
+        name, None, None, 16, KV,
+        lambda y: _encode(code, y), lambda b: _decode(code, b),
+        spin=HEAD, bits_per_code=code.bits, unit_bytes=1, codebook=code.book,
+        source=f"kvproof: doubled-alphabet trellis, {code.states} states",
+    )  # fmt: skip
+
+
+TCQ4, TCQ4_64, TCQ3, TCQ3_64, TCQ2, TCQ2_64 = (_format(n, c) for n, c in CODES.items())
