@@ -2,7 +2,9 @@
 
     python benchmarks/attention.py                       # decode: one query after N cached tokens
     python benchmarks/attention.py --prefill             # 512 queries after 8192 tokens
-    python benchmarks/attention.py --formats tq4,q8_0 --shapes 32,8,128,32768 --json out.json
+    python benchmarks/attention.py --formats tq4,q8_0/tq4 --shapes 32,8,128,32768 --json out.json
+
+By default every format that has a kernel is timed for keys and values, and the pairs in PAIRS.
 
 Every round visits each candidate and each torch variant, in shuffled order, so that a slow moment
 of the machine hits all of them. A visit starts from 10 ms of rest, since OpenMP workers of the call
@@ -12,9 +14,10 @@ that calls again and again, as decoding does. Ratios are of the latter; both are
 baseline is the torch variant with the lowest median
 among bf16, f16 and f32, with `enable_gqa` and with the query group folded into the query length
 (the faster form: K and V are then read once a group). The ratio is the median over rounds of
-baseline / candidate with its 95 % bootstrap interval. Our side reads the cache's row bytes in
-head-major order, as kvproof's cache holds them. Run on a quiet machine: the load average is printed
-and stored.
+baseline / candidate with its 95 % bootstrap interval; "of f16" is the same against our own f16
+attention, and those that lose to it are named below the table. Our side reads the cache's row bytes
+in head-major order, as kvproof's cache holds them. Run on a quiet machine: the load average is
+printed and stored.
 """
 
 from __future__ import annotations
@@ -36,8 +39,14 @@ from kvproof.backends.cpu import CpuBackend, default_threads
 from kvproof.evidence import Environment, Evidence, Outcome, Store
 from kvproof.stats import interleaved_ratio
 
-DECODE = "32,8,128,32768;4,1,256,32768;8,1,512,32768"
+DECODE = "32,8,128,32768;4,1,256,32768;8,1,512,32768;9,3,64,32768"
 PREFILL = "32,8,128,8704;4,1,256,8704;8,1,512,8704"
+# Keys and values in different formats: sketched keys, and more bits for keys than for values.
+PAIRS = (
+    "qjl1_256/tbq3_0", "qjl1_256/q4_polar", "tbq4_0/tbq3_0", "q8_0/tq4", "tq8/tq4", "tq4/tq3",
+    "tq4/tcq3", "tcq4/tcq3",
+)  # fmt: skip
+ENCODED = 2048  # tokens that are encoded; longer caches repeat them
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 TOO_SLOW = 8.0  # times the fastest torch variant of the warm-up
 FOLDED_BF16 = "torch bf16 folded"  # the strongest baseline on a quiet machine: never left out
@@ -72,11 +81,39 @@ def visit(run: Run) -> tuple[float, float]:
     return first, float(np.median([timed(run) for _ in range(CALLS - 1)]))
 
 
+def pair_of(name: str) -> tuple[str, str]:
+    """Formats of keys and values: "tq4" is "tq4/tq4"."""
+    key, _, value = name.partition("/")
+    return key, value or key
+
+
+def why_not(be: CpuBackend, name: str, dim: int) -> str | None:
+    """Why a pair cannot be timed at a head_dim."""
+    for f, side in zip(map(formats.get, pair_of(name)), ("key", "value"), strict=True):
+        why = f.refuses(dim, side) or be.refuses("attention", f, dim)
+        if why:
+            return why
+    return None
+
+
+def default_names() -> list[str]:
+    both = [f.name for f in formats.all_formats() if {"key", "value"} <= f.sides]
+    known = {f.name for f in formats.all_formats()}
+    return both + [pair for pair in PAIRS if set(pair_of(pair)) <= known]
+
+
+def encoded(be: CpuBackend, name: str, x: np.ndarray) -> np.ndarray:
+    """Rows `[n, kv_heads, bytes]` in head-major order of x `[kv_heads, n, dim]`."""
+    rows = be.encode(formats.get(name), x[:, :ENCODED])
+    times = -(-x.shape[1] // rows.shape[1])
+    return np.tile(rows, (1, times, 1))[:, : x.shape[1]].copy().transpose(1, 0, 2)
+
+
 def ours(be: CpuBackend, name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[Run, int]:
-    """A call on head-major encoded rows `[n, kv_heads, bytes]`, and the bytes it reads."""
-    f = formats.get(name)
-    keys, values = (be.encode(f, x).transpose(1, 0, 2) for x in (k, v))  # k: [kv_heads, n, dim]
-    return lambda: be.attention(q, keys, values, key=f, value=f), keys.nbytes + values.nbytes
+    """A call on head-major encoded rows, and the bytes it reads."""
+    key, value = pair_of(name)
+    keys, values = encoded(be, key, k), encoded(be, value, v)
+    return lambda: be.attention(q, keys, values, key=key, value=value), keys.nbytes + values.nbytes
 
 
 def torch_variants(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, Run]:
@@ -117,7 +154,7 @@ def measure(
     runs: dict[str, Run] = {}
     nbytes: dict[str, int] = {}
     for name in names:
-        if formats.get(name).refuses(dim, "key") is None:
+        if why_not(be, name, dim) is None:
             runs[name], nbytes[name] = ours(be, name, q, k, v)
     baselines = torch_variants(q, k, v)
     for run in runs.values():
@@ -152,7 +189,9 @@ def measure(
             "high": ratio.high, "rounds": rounds,
         }  # fmt: skip
         if label in nbytes:
-            row["kernel"] = be.kernel("attention", label, dim)
+            own = interleaved_ratio(t, times["f16"])
+            row |= {"of_f16": own.value, "of_f16_low": own.low, "of_f16_high": own.high}
+            row["kernel"] = be.kernel("attention", pair_of(label)[0], dim)
             row["gb_per_s"] = nbytes[label] / median / 1e9
             row["share_of_read_bandwidth"] = row["gb_per_s"] / bandwidth
         table.append(row)
@@ -165,10 +204,20 @@ def show(rows: list[dict[str, Any]]) -> None:
     for r in rows:
         traffic = ""
         if "gb_per_s" in r:
-            traffic = f"{r['gb_per_s']:7.1f} GB/s {100 * r['share_of_read_bandwidth']:4.0f} %"
+            traffic = f"of f16 {r['of_f16']:5.2f}x [{r['of_f16_low']:.2f}, {r['of_f16_high']:.2f}]"
+            traffic += f" {r['gb_per_s']:7.1f} GB/s {100 * r['share_of_read_bandwidth']:4.0f} %"
         print(f"  {r['name']:18s} {r['median_ms']:9.3f} ms (min {r['min_ms']:9.3f})  "
               f"{r['ratio']:6.2f}x [{r['low']:.2f}, {r['high']:.2f}] {traffic}  "
               f"from rest {r['rest_ms']:.3f} ms {r['rest_ratio']:.2f}x")  # fmt: skip
+    ours_only = [r for r in rows if "of_f16" in r and r["name"] != "f16"]
+    for against, value, high in (("our f16", "of_f16", "of_f16_high"),
+                                 (rows[0]["baseline"], "ratio", "high")):  # fmt: skip
+        lost = sorted((r for r in ours_only if r[high] < 1), key=lambda r: r[value])
+        close = [r["name"] for r in ours_only if r[value] < 1 <= r[high]]
+        texts = [f"{r['name']} takes {1 / r[value]:.2f} times as long" for r in lost]
+        print(f"  slower than {against}: {'; '.join(texts) or 'none'}")
+        if close:
+            print(f"  not told apart from {against}: {', '.join(close)}")
 
 
 def record(be: CpuBackend, row: dict[str, Any], environment: dict[str, Any]) -> Evidence:
@@ -188,7 +237,7 @@ def record(be: CpuBackend, row: dict[str, Any], environment: dict[str, Any]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", help="heads,kv_heads,head_dim,tokens;...")
-    parser.add_argument("--formats", default="tq4,tq3,tbq4_0,tbq3_0,q4_0,q8_0,fp8_e4m3,bf16,f16")
+    parser.add_argument("--formats", help="formats, or pairs KEYS/VALUES; default: see above")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--prefill", action="store_true", help="512 queries instead of one")
@@ -205,11 +254,16 @@ def main() -> None:
     }  # fmt: skip
     for key, value in environment.items():
         print(f"{key}: {value}")
+    names = args.formats.split(",") if args.formats else default_names()
+    names = ["f16", *(name for name in names if name != "f16")]
     rows: list[dict[str, Any]] = []
     for text in (args.shapes or (PREFILL if args.prefill else DECODE)).split(";"):
         heads, kv_heads, dim, n = (int(part) for part in text.split(","))
-        names = args.formats.split(",")
         n_q = 512 if args.prefill else 1
+        for name in names:
+            why = why_not(be, name, dim)
+            if why:
+                print(f"not timed: {name}: {why}", file=sys.stderr)
         table = measure(be, (heads, kv_heads, dim, n), names, n_q, args.rounds, bandwidth)
         show(table)
         rows += table
