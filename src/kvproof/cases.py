@@ -35,6 +35,7 @@ class Arrays:
     v: Floats  # [n_kv, num_kv_heads, head_dim_v]
     k_scale: Floats | None  # [num_kv_heads]
     v_scale: Floats | None
+    offsets: Floats | None = None  # [n_q, num_heads, n_pages]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Case:
 
     `inputs` names a row of INPUTS. Queries are the last n_q of the n_kv tokens; `window` is the
     number of keys a query sees, its own included. `threads` is a hint for attention.
+
+    `position` (of query 0), `page` (0: no offsets) and `phase` are those of `Backend.attention`;
+    `lse` asks for the log-sum-exp too, and for parts of the tokens merged by it.
     """
 
     op: str
@@ -59,6 +63,10 @@ class Case:
     inputs: str = "normal"
     seed: int = 0
     threads: int | None = None
+    position: int | None = None
+    page: int = 0
+    phase: int = 0
+    lse: bool = False
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -72,6 +80,10 @@ class Case:
         mask = ("causal" if self.causal else "full") + (
             f" window {self.window}" * bool(self.window)
         )
+        if self.position is not None:
+            mask += f" from position {self.position}"
+        if self.page:
+            mask += f", pages of {self.page} from {self.phase}"
         return (
             f"{self.op} {types} head_dim {dims}, {self.num_heads} heads on {self.num_kv_heads}, "
             f"{self.n_q} queries, {self.n_kv} tokens, {mask}, {self.inputs}, seed {self.seed}"
@@ -87,7 +99,13 @@ class Case:
         q = rng.standard_normal((self.n_q, self.num_heads, self.head_dim)).astype(np.float32)
         if self.op == "attention":
             q *= _query_factor(q, k, 200.0 if self.inputs == "sharp" else 6.0)
-        return Arrays(q, k, v, _head_scale(self.key, k), _head_scale(self.value or self.key, v))
+        offsets = None
+        if self.page:
+            pages = -(-(self.phase + self.n_kv) // self.page)
+            offsets = 2 * _normal(rng, (self.n_q, self.num_heads, pages))
+        return Arrays(
+            q, k, v, _head_scale(self.key, k), _head_scale(self.value or self.key, v), offsets
+        )
 
 
 def _query_factor(q: Floats, k: Floats, top: float) -> np.float32:

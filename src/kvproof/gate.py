@@ -61,7 +61,7 @@ CHECK_OF = {"tbq3_0": "turbo3", "tbq4_0": "turbo4"} | {
     f.name: "row" for f in all_formats() if f.block_size is None
 }
 FORMAT_CHECKS = ("turbo3", "turbo4", "stock", "row")
-OPERATOR_CHECKS = ("append", "fused", "gqa", "causal", "window", "split")
+OPERATOR_CHECKS = ("append", "fused", "gqa", "causal", "window", "split", "segments")
 CHECKS = (*FORMAT_CHECKS, *OPERATOR_CHECKS, "mutants")
 # Checks of the public gate whose formats this version does not have.
 LATER = {
@@ -231,6 +231,21 @@ def _operator_plans(check: str, rows: Sequence[Format]) -> Iterator[Plan]:
                 for kind in ("ramp", "sharp")
             ]
             yield Plan(check, "split", tuple(cases))
+        elif check == "segments":
+            # Pages smaller and larger than a tile and a softmax step, whose borders lie anywhere;
+            # queries before, among and behind the rows given.
+            paged = replace(base, lse=True)
+            shapes_of: list[dict[str, Any]] = [
+                {"n_kv": 131, "page": 64, "phase": 17},
+                {"n_kv": 700, "page": 100, "phase": 250, "window": 512},
+                {"n_kv": 600, "page": 256, "phase": 255, "inputs": "sharp"},
+                {"n_kv": 73, "n_q": 9, "page": 7, "num_heads": 9, "num_kv_heads": 3},
+                {"n_kv": 70, "n_q": 17, "position": -5},
+                {"n_kv": 70, "n_q": 5, "position": 66, "page": 32, "phase": 1},
+                {"n_kv": 70, "n_q": 5, "position": 90, "page": 16, "window": 40, "causal": False},
+            ]
+            cases = [replace(paged, **shape) for shape in shapes_of]
+            yield Plan(check, "fused", tuple(cases))
 
 
 def plans(checks: Iterable[str], rows: Sequence[Format]) -> Iterator[Plan]:

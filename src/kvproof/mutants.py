@@ -8,7 +8,7 @@ spoiled reference too and only truth may catch it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -539,6 +539,40 @@ def _key_scale_of_one(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"k_scale": np.ones_like(given["k_scale"])}
 
 
+def _position_plus_one(given: dict[str, Any]) -> dict[str, Any]:
+    return given | {"position": given["position"] + 1} if "position" in given else given
+
+
+def _offsets(spoil: Callable[[Floats], Floats]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def change(given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"offsets": spoil(given["offsets"])} if "offsets" in given else given
+
+    return change
+
+
+def _without_maximum(inner: Backend) -> Broken:
+    """A log-sum-exp that is the log of the sum relative to the largest score."""
+
+    def attention(q: Floats, k: Bytes, v: Bytes, *, return_lse: bool = False, **given: Any) -> Any:
+        if not return_lse or not len(k):
+            return inner.attention(q, k, v, return_lse=return_lse, **given)
+        out, lse = inner.attention(q, k, v, return_lse=True, **given)
+        scores = inner.scores(format_named(given["key"]), q, k, scale=given["k_scale"])
+        return out, lse - scores.max(axis=-1) / np.float32(np.sqrt(q.shape[-1]))
+
+    return Broken(inner, attention=attention)
+
+
+def _lse_of_powers_of_two(inner: Backend) -> Broken:
+    """A log-sum-exp in the base that kernels compute in."""
+
+    def attention(q: Floats, k: Bytes, v: Bytes, *, return_lse: bool = False, **given: Any) -> Any:
+        got = inner.attention(q, k, v, return_lse=return_lse, **given)
+        return (got[0], got[1] / np.float32(np.log(2))) if return_lse else got
+
+    return Broken(inner, attention=attention)
+
+
 # ---- the list ----------------------------------------------------------------------------------
 
 
@@ -658,6 +692,24 @@ def _mutants() -> tuple[Mutant, ...]:
     add("keys_read_as_values", "parity", _k_as_v, _fused("tq4"), _fused("f16"))
     add("fp8_value_scale_dropped", "parity", options(_scale_of_one), _fused("fp8_e4m3"))
     add("fp8_key_scale_dropped", "parity", options(_key_scale_of_one), _fused("fp8_e4m3"))
+
+    paged = [
+        _fused(name, page=24, phase=37, lse=True, **shape)
+        for name in ("tq4", "f16")
+        for shape in ({}, {"n_q": 1, "n_kv": 600})
+    ]
+    placed = [replace(case, position=case.n_kv - 12) for case in paged]
+    add("position_off_by_one", "parity", options(_position_plus_one), *placed)
+    add("position_ignored", "parity", options(lambda g: g | {"position": None}), *placed)
+    add("offset_of_the_next_page", "parity",
+        options(_offsets(lambda x: np.roll(x, -1, axis=-1))), *paged)  # fmt: skip
+    add("offset_of_the_next_head", "parity",
+        options(_offsets(lambda x: np.roll(x, 1, axis=1))), *paged)  # fmt: skip
+    add("offsets_in_powers_of_two", "parity",
+        options(_offsets(lambda x: x * np.float32(np.log(2)))), *paged)  # fmt: skip
+    add("phase_ignored", "parity", options(lambda g: g | {"phase": 0}), *paged)
+    add("lse_without_the_maximum", "lse", _without_maximum, *paged, passes="parity")
+    add("lse_in_powers_of_two", "lse", _lse_of_powers_of_two, *paged, passes="parity")
     return tuple(found)
 
 

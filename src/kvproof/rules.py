@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from kvproof.errors import RequestError
 from kvproof.formats import Format
 from kvproof.formats import get as format_named
 from kvproof.rotation import SKETCH, W1_HEX, W2_HEX, Projection, hadamard, signs_from_hex
+from kvproof.segments import merge
 
 Float64 = NDArray[np.float64]
 Progress = Callable[[str], None]
@@ -97,6 +99,15 @@ TOLERANCES |= {
     (op, name): TOLERANCES[op, nearest]
     for name, nearest in _NEAREST.items()
     for op in ("decode", "scores", "attention", "sharp")
+}
+
+# Absolute error of log-sum-exps, by whether queries are multiplied as floats or as 15-bit integers;
+# over 6 seeds of the cases of check "segments".
+LSE: dict[tuple[str, str], Bound] = {
+    ("attention", "elements"): Bound(2e-5, 1.1e-06),
+    ("attention", "codes"): Bound(3e-3, 2.2e-04),
+    ("sharp", "elements"): Bound(3e-4, 2.8e-05),
+    ("sharp", "codes"): Bound(9e-2, 8.8e-03),
 }
 
 # Truth on N(0,1) (gate.md section 5): least correlation of scores with the true q.k, and expected
@@ -177,9 +188,21 @@ class Reference:
         arrays: Arrays,
     ) -> Float64:
         """Attention output `[n_q, num_heads, head_dim_v]` of the packed rows."""
+        return self.attention_lse(case, q, k_blocks, v_blocks, arrays)[0]
+
+    def attention_lse(
+        self,
+        case: Case,
+        q: Floats,
+        k_blocks: NDArray[np.uint8],
+        v_blocks: NDArray[np.uint8],
+        arrays: Arrays,
+    ) -> tuple[Float64, Float64]:
+        """`attention`, and its log-sum-exp `[n_q, num_heads]`."""
         key, value = pair(case)
         scores = self.scores(key, q, k_blocks, arrays.k_scale)
-        return attend(case, scores, self.rows(value, v_blocks, arrays.v_scale))
+        rows = self.rows(value, v_blocks, arrays.v_scale)
+        return attend_lse(case, scores, rows, arrays.offsets)
 
 
 REFERENCE = Reference()
@@ -216,22 +239,39 @@ def true_scores(q: NDArray[Any], k: NDArray[Any]) -> Float64:
     return out.reshape(len(q), q.shape[1], len(k))
 
 
-def attend(case: Case, scores: Float64, v: NDArray[Any]) -> Float64:
+def attend(case: Case, scores: Float64, v: NDArray[Any], offsets: Floats | None = None) -> Float64:
     """Softmax attention of `scores` (no scale applied yet) over v, under the mask of the case."""
+    return attend_lse(case, scores, v, offsets)[0]
+
+
+def attend_lse(
+    case: Case, scores: Float64, v: NDArray[Any], offsets: Floats | None
+) -> tuple[Float64, Float64]:
+    """`attend`, and the log of the softmax sum `[n_q, heads]`: -inf, and zero output, where a query
+    sees nothing."""
     n_q, heads, n_kv = scores.shape
     seen = np.zeros((n_q, n_kv), bool)
     for i in range(n_q):
-        position = n_kv - n_q + i
+        position = (n_kv - n_q if case.position is None else case.position) + i
         first = 0 if case.window is None else max(0, position - case.window + 1)
-        seen[i, first : position + 1 if case.causal else n_kv] = True
-    logits = np.where(seen[:, None], scores / np.sqrt(case.head_dim), -np.inf)
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+        seen[i, first : max(0, position + 1) if case.causal else n_kv] = True
+    logits = scores / np.sqrt(case.head_dim)
+    if offsets is not None:
+        for t in range(n_kv):
+            logits[..., t] += offsets[..., (case.phase + t) // case.page]
+    logits = np.where(seen[:, None], logits, -np.inf)
+    top = logits.max(axis=-1, keepdims=True)
+    top[~np.isfinite(top)] = 0.0
+    weights = np.exp(logits - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse: Float64 = (top + np.log(total))[..., 0]
+    weights /= np.where(total > 0, total, 1.0)
     grouped = weights.reshape(n_q, v.shape[1], -1, n_kv)
     # Values with tokens last: einsum then sums along contiguous memory.
     across = np.ascontiguousarray(np.moveaxis(v.astype(np.float64), 0, -1))
     out: Float64 = np.einsum("qhgt,hdt->qhgd", grouped, across)
-    return out.reshape(n_q, heads, v.shape[-1])
+    return out.reshape(n_q, heads, v.shape[-1]), lse
 
 
 def pair(case: Case) -> tuple[Format, Format]:
@@ -615,6 +655,10 @@ def _attention(
         "key": case.key, "value": case.value or case.key, "causal": case.causal,
         "window": case.window, "k_scale": arrays.k_scale, "v_scale": arrays.v_scale,
     }  # fmt: skip
+    if case.position is not None:
+        options["position"] = case.position
+    if arrays.offsets is not None:
+        options |= {"offsets": arrays.offsets, "page": case.page, "phase": case.phase}
 
     def attention(
         q: Floats, k: NDArray[np.uint8], v: NDArray[np.uint8], **more: Any
@@ -643,6 +687,8 @@ def _attention(
         again = attention(arrays.q, *views)
         same = again is not None and again.tobytes() == got.tobytes()
         exam.note("strides", same, f"a head-major cache gives the same bytes: {same}")
+    if case.lse:
+        _segments(exam, case, arrays, backend, (k_blocks, v_blocks), options, reference)
     if case.inputs == "ramp" and case.n_q == 1 and case.window is None:
         _merge(exam, case, arrays, backend, (k_blocks, v_blocks), attention, got)
 
@@ -690,7 +736,7 @@ def _true_attention(exam: Examination, case: Case, arrays: Arrays, got: NDArray[
     relative errors was observed for all formats.
     """
     key, value = pair(case)
-    want = attend(case, true_scores(arrays.q, arrays.k), arrays.v)
+    want = attend(case, true_scores(arrays.q, arrays.k), arrays.v, arrays.offsets)
     error = nmse(got, want)
     limit = 4.0 * (TRUTH[key.name][1] + TRUTH[value.name][1])
     exam.most("output_error", error)
@@ -733,6 +779,68 @@ def _merge(
     merged = parts[0] * share + parts[1] * (1.0 - share)
     wrong, limit = nmse(whole, merged), 4.0 * limit_of(case)
     exam.note("merge", within(wrong, limit), f"merged halves NMSE {wrong:.1e}, bound {limit:.0e}")
+
+
+def _segments(
+    exam: Examination,
+    case: Case,
+    arrays: Arrays,
+    backend: Backend,
+    blocks: tuple[NDArray[np.uint8], NDArray[np.uint8]],
+    options: dict[str, Any],
+    reference: Reference,
+) -> None:
+    """Log-sum-exps, and three parts merged by them, against the whole in float64."""
+    want, want_lse = reference.attention_lse(case, arrays.q, *blocks, arrays)
+    held: list[NDArray[Any]] = []
+
+    @functools.wraps(backend.attention)  # with its signature, which _call asks
+    def attention(*args: Any, **given: Any) -> Any:
+        out, lse = backend.attention(*args, return_lse=True, **given)
+        held.append(np.asarray(lse))
+        return out
+
+    own = case.n_kv - case.n_q if case.position is None else case.position
+    cuts = (0, min(5, case.n_kv // 3), case.n_kv * 3 // 5, case.n_kv)
+    parts = []
+    for start, end in ((0, case.n_kv), *itertools.pairwise(cuts)):
+        given = options | {"position": own - start}
+        if arrays.offsets is not None:
+            given["phase"] = case.phase + start
+        k, v = (b[start:end] for b in blocks)
+        out = _call(exam, attention, _nan(*want.shape), arrays.q, k, v, **given)
+        if out is None:
+            return
+        if held[-1].shape != want_lse.shape or held[-1].dtype != np.float32:
+            found = f"{held[-1].dtype} {held[-1].shape}"
+            exam.note("shape", False, f"lse {found}, expected float32 {want_lse.shape}")
+            return
+        parts.append((out, held[-1]))
+    (whole, lse), *rest = parts
+    _compare_lse(exam, case, whole, lse, want_lse)
+    merged, merged_lse = merge(rest)
+    limit = 4.0 * limit_of(case)
+    finite = bool(np.isfinite(merged).all())
+    wrong = nmse(merged, want) if finite else np.inf
+    exam.note("merge", within(wrong, limit), f"merged parts NMSE {wrong:.1e}, bound {limit:.0e}")
+    _compare_lse(exam, case, merged, merged_lse, want_lse)
+
+
+def _compare_lse(
+    exam: Examination, case: Case, out: NDArray[Any], lse: NDArray[Any], want: Float64
+) -> None:
+    """Log-sum-exps within their absolute bound; -inf and zero output exactly where nothing is
+    seen."""
+    nothing = np.isneginf(want)
+    exact = bool((np.isneginf(lse) == nothing).all() and not out[nothing].any())
+    exam.note("lse", exact, f"{nothing.sum()} queries see nothing: -inf and zeros: {exact}")
+    if nothing.all():
+        return
+    wrong = float(np.abs(lse[~nothing] - want[~nothing]).max())
+    op = "sharp" if case.inputs == "sharp" else "attention"
+    limit = LSE[op, "elements" if pair(case)[0].block_size == 1 else "codes"].limit
+    exam.most("lse_error", wrong)
+    exam.note("lse", within(wrong, limit), f"log-sum-exp error {wrong:.1e}, bound {limit:.0e}")
 
 
 _OPERATIONS: dict[str, Callable[[Examination, Case, Arrays, Backend, Reference], None]] = {
