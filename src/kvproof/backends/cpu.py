@@ -271,9 +271,13 @@ class CpuBackend:
         result = _output(out, (n_q, queries.shape[1], dim_v), np.float32, "attention")
         # NaN shows what a kernel does not write.
         lse = np.full((n_q, queries.shape[1]), np.nan, np.float32) if return_lse else None
-        if result.size:
-            if not np.isfinite(queries).all():
-                raise RequestError("attention: q has a NaN or infinity")
+        if not np.isfinite(queries).all():
+            raise RequestError("attention: q has a NaN or infinity")
+        if n_kv == 0:  # nothing is seen; kernels take no empty blocks
+            result[...] = 0
+            if lse is not None:
+                lse[...] = -np.inf
+        elif result.size:
             first, end = spans(n_q, n_kv, causal, window, position)
             side, bad = _kernels.attention(
                 self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
@@ -315,7 +319,8 @@ def _floats(x: Any, what: str) -> NDArray[np.float32]:
     values = _array(x, what)
     if values.dtype.kind not in "fiu":
         raise RequestError(f"{what} must be an array of real numbers, got {values.dtype}")
-    return values.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):  # beyond float32 is infinite, and refused as that
+        return values.astype(np.float32, copy=False)
 
 
 def _bytes(x: Any, what: str) -> NDArray[np.uint8]:
