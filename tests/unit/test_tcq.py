@@ -16,10 +16,10 @@ def gaussian(rows: int, n: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, n)).astype(np.float32)
 
 
-def along(code: tcq.Trellis, z: np.ndarray, u: np.ndarray) -> np.ndarray:
+def along(code: tcq.Trellis, z: np.ndarray, u: np.ndarray, before: np.ndarray) -> np.ndarray:
     """Squared error of each row of z with the best entries along its path u, in float64."""
     book = np.asarray(code.book).reshape(-1, 4)
-    entries = book.T[code.subsets(u)]  # [rows, n, entries of the subset]
+    entries = book.T[code.subsets(u, before)]  # [rows, n, entries of the subset]
     return np.square(z[..., None] - entries).min(axis=-1).sum(axis=-1)
 
 
@@ -27,42 +27,48 @@ def along(code: tcq.Trellis, z: np.ndarray, u: np.ndarray) -> np.ndarray:
 def test_viterbi_equals_brute_force(code: tcq.Trellis) -> None:
     length = 10
     paths = np.array(list(itertools.product((0, 1), repeat=length)), np.uint8)
-    for z in gaussian(20, length, seed=3) / code.start:
-        best = along(code, np.broadcast_to(z, paths.shape), paths).min()
-        _, u, error = code.search(z[None])
-        assert along(code, z[None], u)[0] == pytest.approx(best, rel=1e-5)
+    starts = [s << (8 - code.memory) for s in range(code.states if code.free_start else 1)]
+    for z in gaussian(10, length, seed=3) / code.start:
+        every = np.broadcast_to(z, paths.shape)
+        best = min(
+            along(code, every, paths, np.full(len(paths), s, np.uint8)).min() for s in starts
+        )
+        _, u, before, error = code.search(z[None])
+        assert along(code, z[None], u, before)[0] == pytest.approx(best, rel=1e-5)
         assert error[0] == pytest.approx(best, rel=1e-5)
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_search_reports_the_error_of_what_it_returns(code: tcq.Trellis) -> None:
     z = gaussian(50, 96, seed=4) / code.start
-    m, u, error = code.search(z)
-    np.testing.assert_allclose(np.square(code.values(m, u) - z).sum(axis=-1), error, rtol=1e-5)
+    m, u, before, error = code.search(z)
+    np.testing.assert_allclose(
+        np.square(code.values(m, u, before) - z).sum(axis=-1), error, rtol=1e-5
+    )
     assert set(np.unique(m)) == set(range(2 ** (code.bits - 1)))
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_viterbi_beats_greed(code: tcq.Trellis) -> None:
     z = gaussian(200, 64, seed=5) / code.start
-    u = np.zeros(z.shape, np.uint8)
+    u, zero = np.zeros(z.shape, np.uint8), np.zeros(len(z), np.uint8)
     book = np.asarray(code.book).reshape(-1, 4).T
     for t in range(z.shape[-1]):
         errors = []
         for bit in (0, 1):
             u[:, t] = bit
-            entries = book[code.subsets(u)[:, t]]
+            entries = book[code.subsets(u, zero)[:, t]]
             errors.append(np.square(z[:, t, None] - entries).min(axis=-1))
         u[:, t] = errors[1] < errors[0]
-    greedy, best = along(code, z, u), code.search(z)[2]
+    greedy, best = along(code, z, u, zero), code.search(z)[3]
     assert (best <= greedy * (1 + 1e-6)).all() and (best < 0.9 * greedy).any()
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_every_branch_merges_from_the_lower_predecessor_on_a_tie(code: tcq.Trellis) -> None:
     z = np.zeros((1, 24), np.float32)  # entries come in pairs of equal distance from 0
-    _, u, error = code.search(z)
-    assert error[0] == pytest.approx(along(code, z, u)[0])
+    _, u, before, error = code.search(z)
+    assert error[0] == pytest.approx(along(code, z, u, before)[0])
     again = code.search(np.zeros((3, 24), np.float32))[1]
     np.testing.assert_array_equal(again, np.repeat(u, 3, axis=0))
 
@@ -83,8 +89,9 @@ def test_layout_bit_by_bit(name: str, n: int) -> None:
     """Decode with plain integers, from the words of docs/formats.md."""
     code, f = tcq.CODES[name], formats.get(name)
     row = f.encode(gaussian(1, n, seed=n))[0]
-    assert len(row) == n * code.bits // 8 + 1 == f.row_bytes(n)
-    bits = [int(byte) >> i & 1 for byte in row[:-1] for i in range(8)]
+    assert len(row) == n * code.bits // 8 + 1 + code.free_start == f.row_bytes(n)
+    bits = [int(byte) >> i & 1 for byte in row[: n * code.bits // 8] for i in range(8)]
+    start = [int(row[-2]) >> i & 1 if code.free_start else 0 for i in range(8)]
     expected = np.zeros(n)
     for t in range(n):
         group, p = t // 32 * 32, t % 32
@@ -96,7 +103,7 @@ def test_layout_bit_by_bit(name: str, n: int) -> None:
             m, path = bits[2 * t] + 2 * bits[2 * t + 1], bits[2 * n :]
         if code.bits == 4:
             m, path = m + 4 * path[t], path[n:]
-        past = [path[t - j] if t >= j else 0 for j in range(code.memory + 1)]
+        past = [(start + path)[8 + t - j] for j in range(code.memory + 1)]
         z1 = sum(past[j] for j in range(code.memory + 1) if code.taps1 >> j & 1) % 2
         z0 = sum(past[j] for j in range(code.memory + 1) if code.taps0 >> j & 1) % 2
         expected[value] = code.book[4 * m + 2 * z1 + z0]
@@ -141,8 +148,8 @@ def test_trellis_bytes_are_not_scalar_bytes() -> None:
     x = gaussian(64, 128)
     for trellis, scalar in (("tcq4", "tq4"), ("tcq3", "tq3"), ("tcq2", "tq2")):
         a, b = formats.get(trellis), formats.get(scalar)
-        assert a.row_bytes(128) == b.row_bytes(128) - 1
-        plain, coded = b.encode(x)[:, :-2], a.encode(x)[:, :-1]
+        n = 16 * tcq.CODES[trellis].bits
+        plain, coded = b.encode(x)[:, :n], a.encode(x)[:, :n]
         assert (plain != coded).mean() > 0.5
         error = [np.square(f.decode(f.encode(x)) - x).sum() for f in (a, b)]
         assert error[0] < error[1] * 10**-0.1

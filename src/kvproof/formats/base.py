@@ -53,7 +53,8 @@ class Format:
     ggml_type: int | None = None
     scaled: bool = False  # a float32 scale per KV head is held beside the cache
     bits_per_code: int | None = None  # whole-row formats: code bits, the unit not counted
-    unit_bytes: int = 2  # whole-row formats: size of the unit that ends a row
+    unit_bytes: int = 2  # whole-row formats: size of the unit that ends a row,
+    start_bytes: int = 0  # and of the start of the path that stands before it (trellis formats)
     codebook: tuple[float, ...] | None = field(
         default=None, repr=False
     )  # values of the codes, ascending (tbq3_tcq: of the 512 states)
@@ -86,7 +87,7 @@ class Format:
             raise RequestError(reason)
         if self.block_size is None:
             assert self.bits_per_code is not None
-            return n * self.bits_per_code // 8 + self.unit_bytes
+            return n * self.bits_per_code // 8 + self.start_bytes + self.unit_bytes
         assert self.block_bytes is not None
         return n // self.block_size * self.block_bytes
 
@@ -95,7 +96,8 @@ class Format:
         that size."""
         if self.block_size is None:
             assert self.bits_per_code is not None
-            n = (nbytes - self.unit_bytes) * 8 // self.bits_per_code
+            codes = nbytes - self.start_bytes - self.unit_bytes
+            n = codes * 8 // self.bits_per_code
         else:
             assert self.block_bytes is not None
             n = nbytes // self.block_bytes * self.block_size

@@ -55,7 +55,7 @@ UNITS, UNIT_CUTS = _units(), _unit_cuts()
 _RECIPROCALS = np.concatenate([np.zeros(1, np.float32), np.float32(1) / UNITS[1:]])
 
 
-_ROWS_AT_ONCE = 512  # the search holds a bit per value and state as a byte
+_ROWS_AT_ONCE = 256  # the search holds a bit per value and state as a byte
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,10 @@ class Trellis:
     """A doubled-alphabet trellis code.
 
     `taps1` and `taps0` are the bits of the path (bit j: the value j steps ago) whose XOR is bit 1
-    and bit 0 of the subset; the bits before a row are 0. `book` is ascending and symmetric, entry
-    4 m + subset. The encoder tries the units whose bytes are `offsets` from the nearest to `start`
-    times the row's RMS.
+    and bit 0 of the subset. The bits before a row are 0, or with `free_start` any: the encoder
+    chooses them and a byte of the row keeps them. `book` is ascending and symmetric, entry 4 m +
+    subset. The encoder tries the units whose bytes are `offsets` from the nearest to `start` times
+    the row's RMS.
     """
 
     bits: int
@@ -75,16 +76,18 @@ class Trellis:
     book: tuple[float, ...]
     start: np.float32
     offsets: tuple[int, ...]
+    free_start: bool = False
 
     @property
     def states(self) -> int:
         """Number of states of the encoder."""
         return 1 << self.memory
 
-    def subsets(self, u: Codes) -> Codes:
-        """Subsets 0..3 along the paths u, 0/1 `[m, n]` in time order."""
+    def subsets(self, u: Codes, before: Codes) -> Codes:
+        """Subsets 0..3 along the paths u, 0/1 `[m, n]` in time order, whose last eight bits before
+        the row are those of the bytes `before` `[m]`, the latest in the highest bit."""
         n = u.shape[-1]
-        history = np.concatenate([np.zeros((len(u), self.memory), np.uint8), u], axis=-1)
+        history = np.concatenate([unpack_bits(before[:, None])[:, 8 - self.memory :], u], axis=-1)
         out = np.zeros(u.shape, np.uint8)
         for bit, taps in ((0, self.taps0), (1, self.taps1)):
             for j in range(self.memory + 1):
@@ -92,15 +95,16 @@ class Trellis:
                     out ^= history[:, self.memory - j : self.memory - j + n] << bit
         return out
 
-    def values(self, m: Codes, u: Codes) -> NDArray[np.float64]:
-        """Codebook entries of the codes m and the path u, both `[rows, n]` in time order."""
-        index = m.astype(np.intp) << 2 | self.subsets(u)
+    def values(self, m: Codes, u: Codes, before: Codes) -> NDArray[np.float64]:
+        """Codebook entries of the codes m and the path u, both `[rows, n]` in time order, after the
+        bits `before` (see subsets)."""
+        index = m.astype(np.intp) << 2 | self.subsets(u, before)
         entries: NDArray[np.float64] = np.asarray(self.book, np.float64)[index]
         return entries
 
-    def search(self, z: Floats) -> tuple[Codes, Codes, Floats]:
-        """Codes m, path u, both `[rows, n]`, and squared error `[rows]` of the best path through
-        z.
+    def search(self, z: Floats) -> tuple[Codes, Codes, Codes, Floats]:
+        """Codes m and path u `[rows, n]`, bits before it (see subsets) and squared error `[rows]`
+        of the best path through z.
 
         z is float32 `[rows, n]` in time order. Ties go to the lower entry, the lower predecessor
         and, at the end, the lower state.
@@ -109,17 +113,14 @@ class Trellis:
         nearest, distance = self._nearest(z)
         half = self.states // 2
         low, high = self._labels()
-        cost = np.full((2, half, rows), np.inf, np.float32)
+        cost = np.full((2, half, rows), 0 if self.free_start else np.inf, np.float32)
         cost[0, 0] = 0
         from_high = np.empty((n, half, 2, rows), bool)
-        after = np.empty((half, 2, rows), np.float32)
         for t in range(n):
-            d = distance[t]
-            for u in (0, 1):
-                a, b = cost[0] + d[low[:, u]], cost[1] + d[high[:, u]]
-                np.less(b, a, out=from_high[t, :, u])
-                np.minimum(a, b, out=after[:, u])
-            cost = after.reshape(2, half, rows).copy()
+            a = cost[0][:, None] + distance[t][low]
+            b = cost[1][:, None] + distance[t][high]
+            np.less(b, a, out=from_high[t])
+            cost = np.minimum(a, b).reshape(2, half, rows)
         flat = cost.reshape(self.states, rows)
         state = flat.argmin(axis=0)
         error = flat[state, np.arange(rows)]
@@ -127,8 +128,11 @@ class Trellis:
         for t in range(n - 1, -1, -1):
             u_path[:, t] = state & 1
             state = (state >> 1) + half * from_high[t, state >> 1, state & 1, np.arange(rows)]
-        m = np.take_along_axis(nearest, self.subsets(u_path)[:, None], axis=1)[:, 0]
-        return m, u_path, error
+        before = np.zeros(rows, np.uint8)
+        for j in range(self.memory):
+            before |= (state >> j & 1).astype(np.uint8) << (7 - j)
+        m = np.take_along_axis(nearest, self.subsets(u_path, before)[:, None], axis=1)[:, 0]
+        return m, u_path, before, error
 
     def _nearest(self, z: Floats) -> tuple[Codes, Floats]:
         """Per subset the nearest entry's index `[rows, 4, n]` and squared distance `[n, 4,
@@ -184,33 +188,35 @@ def _encode(code: Trellis, y: Floats) -> tuple[Bytes, Counters]:
     nearest = np.searchsorted(UNIT_CUTS, base, side="left")
     saturated, live = nearest == len(UNIT_CUTS), nearest > 0
     steps = y[:, time_order(n)]
-    unit = np.zeros(len(y), np.uint8)
-    m, u = np.zeros(y.shape, np.uint8), np.zeros(y.shape, np.uint8)
-    least = np.full(len(y), np.inf, np.float32)
-    for offset in code.offsets:
-        byte = np.clip(nearest + offset, 1, 255).astype(np.uint8)
-        tried_m, tried_u, error = code.search(steps * _RECIPROCALS[byte][:, None])
-        error = error * (UNITS[byte] * UNITS[byte])
-        better = live & (error < least)
-        unit[better], least[better] = byte[better], error[better]
-        m[better], u[better] = tried_m[better], tried_u[better]
+    byte = np.clip(nearest + np.array(code.offsets)[:, None], 1, 255).astype(np.uint8)
+    tries = (steps * _RECIPROCALS[byte][..., None]).reshape(-1, n)
+    found = code.search(tries)
+    error = found[3].reshape(byte.shape) * (UNITS[byte] * UNITS[byte])
+    best = error.argmin(axis=0), np.arange(len(y))  # the first on a tie
+    m, u, before = (part.reshape(*byte.shape, *part.shape[1:])[best] for part in found[:3])
+    unit = byte[best]
+    for part in (m, u, before, unit):
+        part[~live] = 0
     planes = [pack_bits(m)] if code.bits == 2 else [_pack_pairs(m & 3)]
     if code.bits == 4:
         planes.append(pack_bits(m >> 2))
     flushed = ~live & y.any(axis=-1)
-    out = np.concatenate([*planes, pack_bits(u), unit[:, None]], axis=-1)
+    tail = [before[:, None], unit[:, None]] if code.free_start else [unit[:, None]]
+    out = np.concatenate([*planes, pack_bits(u), *tail], axis=-1)
     return out, Counters(int(saturated.sum()), int(flushed.sum()))
 
 
 def _decode(code: Trellis, b: Bytes) -> NDArray[np.float64]:
-    n = (b.shape[-1] - 1) * 8 // code.bits
-    u = unpack_bits(b[:, -1 - n // 8 : -1])
+    end = b.shape[-1] - 1 - code.free_start
+    n = end * 8 // code.bits
+    u = unpack_bits(b[:, end - n // 8 : end])
+    before = b[:, -2] if code.free_start else np.zeros(len(b), np.uint8)
     m = unpack_bits(b[:, : n // 8]) if code.bits == 2 else _unpack_pairs(b[:, : n // 4])
     if code.bits == 4:
         m = (m | unpack_bits(b[:, n // 4 : n // 4 + n // 8]) << 2).astype(np.uint8)
     unit = UNITS[b[:, -1:]].astype(np.float64)
     out = np.empty((len(b), n))
-    out[:, time_order(n)] = np.where(unit == 0, 0.0, code.values(m, u) * unit)
+    out[:, time_order(n)] = np.where(unit == 0, 0.0, code.values(m, u, before) * unit)
     return out
 
 
@@ -235,7 +241,8 @@ _TRIES = (-1, 0, 1)
 
 
 def _code(bits: int, taps: tuple[int, int, int], half: tuple[int, ...], start: float) -> Trellis:
-    return Trellis(bits, *taps, symmetric(half), np.float32(start), _TRIES)
+    free_start = bits == 2 or (bits == 3 and taps is _TAPS64)
+    return Trellis(bits, *taps, symmetric(half), np.float32(start), _TRIES, free_start)
 
 
 CODES = {
@@ -256,7 +263,8 @@ def _format(name: str, code: Trellis) -> Format:
     return Format(
         name, None, None, 16, KV,
         lambda y: _encode(code, y), lambda b: _decode(code, b),
-        spin=HEAD, bits_per_code=code.bits, unit_bytes=1, codebook=code.book,
+        spin=HEAD, bits_per_code=code.bits, unit_bytes=1,
+        start_bytes=int(code.free_start), codebook=code.book,
         source=f"kvproof: doubled-alphabet trellis, {code.states} states",
     )  # fmt: skip
 
