@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "ops.h"
+#include "pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -206,6 +207,11 @@ NB_MODULE(_kernels, m) {
   m.def("set_book", &set_book, "format"_a, "values"_a, "cuts"_a, "start"_a, "tries"_a);
   m.def("set_signs", &set_signs, "signs32"_a, "head"_a);
   m.def("row_bytes", [](const std::string& f, int dim) { return row_bytes(format_index(f), dim); });
+  m.def("scratch_bytes", [] {
+    Pool& pool = Pool::get();
+    std::lock_guard<std::mutex> hold(pool.gate());
+    return pool.scratch_bytes();
+  });
   m.def("attention", &attention_call, "isa"_a, "threads"_a, "q"_a, "k"_a, "v"_a, "key"_a, "value"_a,
         "dim_v"_a, "first"_a, "end"_a, "scale"_a, "k_scale"_a.none(), "v_scale"_a.none(),
         "offsets"_a.none(), "page"_a, "phase"_a, "out"_a, "lse"_a.none());

@@ -10,8 +10,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "pool.h"
 #include "weights/ops.h"
-#include "weights/pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -60,6 +60,14 @@ using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 using Floats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 using Halves = nb::ndarray<int16_t, nb::c_contig, nb::device::cpu>;
 
+// f(task) for every task, one call at a time.
+template <class F>
+void in_parallel(size_t tasks, int threads, const F& f) {
+  Pool& pool = Pool::get();
+  std::lock_guard<std::mutex> hold(pool.gate());
+  pool.run(int(tasks), threads, [&](int task, int) { f(size_t(task)); });
+}
+
 constexpr size_t kChunk = 4096;  // values of one step: 16 KiB of float32, in L1
 
 template <class Store>
@@ -79,7 +87,7 @@ void dequantize_tensor(int type_id, const Bytes& src, size_t values, int threads
   const uint8_t* bytes = src.data();
   nb::gil_scoped_release release;
   const size_t per_task = 16 * kChunk, tasks = (values + per_task - 1) / per_task;
-  pool(threads).run(tasks, [&](size_t task) {
+  in_parallel(tasks, threads, [&](size_t task) {
     float buffer[kChunk];
     const size_t last = std::min(values, (task + 1) * per_task);
     for (size_t at = task * per_task; at < last; at += kChunk) {
@@ -143,7 +151,7 @@ void linear(uintptr_t x_at, uintptr_t w_at, uintptr_t out_at, size_t m, size_t n
     // A task reads at least 64 KiB: a hand-over between threads costs about a microsecond.
     const size_t rows = std::max<size_t>(8, (64 * 1024 / (2 * k) + 3) / 4 * 4);
     const size_t tasks = (n + rows - 1) / rows;
-    pool(threads).run(tasks, [&, p](size_t task) {
+    in_parallel(tasks, threads, [&, p](size_t task) {
       o.matvec(p, int(m), k, w, task * rows, std::min(n, (task + 1) * rows), out, n);
     });
     return;
@@ -157,7 +165,7 @@ void linear(uintptr_t x_at, uintptr_t w_at, uintptr_t out_at, size_t m, size_t n
   const size_t panels = (n + o.nr - 1) / o.nr, wanted = 8 * size_t(threads);
   const size_t block = std::min(kRowBlock, std::max<size_t>(1, panels / wanted) * o.nr);
   const size_t tasks = (n + block - 1) / block;
-  pool(threads).run(tasks, [&, p](size_t task) {
+  in_parallel(tasks, threads, [&, p](size_t task) {
     thread_local std::vector<float> scratch(kRowBlock * kDepthBlock);
     o.gemm(p, m, k, w, task * block, std::min(n, (task + 1) * block), out, n, scratch.data());
   });

@@ -108,7 +108,7 @@ def test_requests_that_are_wrong(be):
         run(threads=0)
     with pytest.raises(RequestError, match="takes no scale"):
         run(k_scale=np.float32([2, 2]))
-    with pytest.raises(RequestError, match="did you mean tq4"):
+    with pytest.raises(RequestError, match="did you mean tq"):
         be.encode("tq6", rows(1, 64))
     with pytest.raises(RequestError, match="72 is not a multiple of 16"):
         be.encode("tq4", rows(1, 72))
