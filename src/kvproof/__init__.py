@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from kvproof.backends import Backend
+    from kvproof.conditioner import Conditioner
     from kvproof.decision import Decision, Policy
     from kvproof.evidence import Evidence
     from kvproof.formats import Format
@@ -63,9 +65,18 @@ def decide(evidence: Sequence[Evidence], policy: Policy | None = None) -> Decisi
 
 
 def transformers_cache(
-    model: Any, key: str = "tq4", value: str = "tq4", backend: str = "cpu"
+    model: Any,
+    key: str = "tq4",
+    value: str = "tq4",
+    backend: str = "cpu",
+    *,
+    conditioner: Conditioner | str | Path | None = None,
+    sinks: int = 0,
 ) -> Any:
     """A KV cache for a transformers model, holding keys and values in the named formats.
+
+    `conditioner` is what `kvproof calibrate` made for this model (or its file): far better keys at
+    no cost in bytes. `sinks` first tokens are kept in f16; 4 go well with a conditioner.
 
     Pass it to `model.generate(..., cache=cache)` (`past_key_values=cache` before transformers
     5.24). Switches the model's attention to kvproof's. RequestError if a layer's head_dim does not
@@ -73,4 +84,6 @@ def transformers_cache(
     """
     from kvproof.engines.transformers import transformers_cache
 
-    return transformers_cache(model, key=key, value=value, backend=backend)
+    return transformers_cache(
+        model, key=key, value=value, backend=backend, conditioner=conditioner, sinks=sinks
+    )

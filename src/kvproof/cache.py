@@ -4,6 +4,13 @@ A layer's cache is two uint8 buffers `[num_kv_heads, capacity, row_bytes]`. Ever
 encoded at once and attention reads codes only, the step's own tokens included, so one pass, chunks
 and single tokens give the same numbers, and a quality measurement cannot miss the quantized cache.
 
+Two things may be done for quality. The first tokens of a text ("sinks"), which nearly all queries
+look at, can be kept apart in f16, keys and values. Keys can be conditioned (see conditioner.py):
+what is encoded is (k - mean of the row's page) / scale, queries are multiplied by the scale, and
+q . mean of the page is added to scores. Means are held in float16, one row a page and KV head. What
+a later row is encoded with depends on codes that are held already and on its position, never on
+how the text was cut.
+
 Growth: buffers start empty and grow by a quarter (at least 64 rows), so at most about a fifth of a
 long cache is spare. A windowed layer keeps the W - 1 rows that the next query can still see, plus
 room for a quarter of a window, so that rows move once in W / 4 steps; a larger chunk borrows room
@@ -20,19 +27,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvproof import backends
+from kvproof import backends, segments
+from kvproof.conditioner import as_half
 from kvproof.errors import RequestError
 from kvproof.formats import Format
 from kvproof.formats import get as get_format
-from kvproof.geometry import index_ranges
+from kvproof.geometry import MAX_TOKENS, index_ranges
 
 if TYPE_CHECKING:
     from kvproof.backends import Backend
+    from kvproof.conditioner import Conditioner
     from kvproof.geometry import Geometry, LayerGeometry
 
 Blocks = NDArray[np.uint8]
 _FP8_MAX = 448.0
 _FLAGS = {"key": "--cache-type-k", "value": "--cache-type-v"}
+_NO_PAGE = 1 << 62  # tokens of a page that never ends
+_F32_MAX = float(np.finfo(np.float32).max)
+MAX_SINKS = 4096
 
 
 class LayerCache:
@@ -41,9 +53,22 @@ class LayerCache:
     `k_scale`, `v_scale`: float32 `[num_kv_heads]`, only for formats held with a scale per KV head.
     They are fixed by the first append (largest magnitude / 448) unless set before it; later values
     beyond them saturate.
+
+    `sinks`: how many of the first tokens are kept in f16, apart from the coded rows.
+    `first_position`: position in the text of the first token, for means that turn with it.
     """
 
-    def __init__(self, layer: LayerGeometry, key: Format, value: Format, backend: Backend) -> None:
+    def __init__(
+        self,
+        layer: LayerGeometry,
+        key: Format,
+        value: Format,
+        backend: Backend,
+        *,
+        conditioner: Conditioner | None = None,
+        sinks: int = 0,
+        first_position: int = 0,
+    ) -> None:
         self.geometry = layer
         self.index = layer.index
         self.key, self.value = key, value
@@ -62,12 +87,28 @@ class LayerCache:
         self._k: Blocks = np.empty((heads, 0, key.row_bytes(layer.head_dim_k)), np.uint8)
         self._v: Blocks = np.empty((heads, 0, value.row_bytes(layer.head_dim_v)), np.uint8)
         self._start = self._end = 0  # rows in use of both buffers
+        self._dropped = 0  # coded rows let go of before them
         self.length = 0
+        self.sinks = sinks
+        self._sinks: tuple[Blocks, ...] = ()  # keys and values of the first tokens
+        if sinks:
+            f16, dims = get_format("f16"), (layer.head_dim_k, layer.head_dim_v)
+            self._sinks = tuple(np.empty((heads, sinks, f16.row_bytes(d)), np.uint8) for d in dims)
+            self._kernels["sinks"] = backend.kernel("encode", f16, layer.head_dim_k)
+            self._kernels["attention_sinks"] = backend.kernel("attention", f16, layer.head_dim_k)
+        self._means: PageMeans | None = None
+        if conditioner is not None:
+            self._means = PageMeans(conditioner, layer, backend, first_position + sinks)
 
     @property
     def cached(self) -> int:
-        """Tokens held: rows that attention may read."""
+        """Coded rows held; sinks are apart."""
         return self._end - self._start
+
+    @property
+    def sinks_held(self) -> int:
+        """First tokens held in f16."""
+        return min(self.length, self.sinks)
 
     @property
     def k_blocks(self) -> Blocks:
@@ -81,14 +122,17 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the live buffers as allocated, scales included."""
+        """Bytes of the live buffers as allocated, scales, means and sinks included."""
         scales = sum(s.nbytes for s in (self.k_scale, self.v_scale) if s is not None)
-        return self._k.nbytes + self._v.nbytes + scales
+        rows = sum(x.nbytes for x in (self._k, self._v, *self._sinks))
+        return rows + scales + (self._means.nbytes if self._means else 0)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the rows in use."""
-        return self.k_blocks.nbytes + self.v_blocks.nbytes
+        """Bytes of the rows in use, with their sinks and means."""
+        sinks = sum(x[:, : self.sinks_held].nbytes for x in self._sinks)
+        means = self._means.used_bytes if self._means else 0
+        return self.k_blocks.nbytes + self.v_blocks.nbytes + sinks + means
 
     def append(self, k: Any, v: Any) -> None:
         """Encode and hold n more tokens: k, v float32 `[n, num_kv_heads, head_dim]`.
@@ -101,20 +145,64 @@ class LayerCache:
         n = len(keys)
         if len(values) != n:
             raise RequestError(f"layer {self.index}: {n} keys but {len(values)} values")
-        k_scale = self._scale(self.key, self.k_scale, keys)
+        first = min(n, self.sinks - self.sinks_held)
+        sunk = [
+            self._encode(side, get_format("f16"), rows[:first], None)
+            for side, rows in (("key", keys), ("value", values))
+            if first
+        ]
+        keys, values = keys[first:], values[first:]
         v_scale = self._scale(self.value, self.v_scale, values)
-        k_codes = self._encode("key", self.key, keys, k_scale)
         v_codes = self._encode("value", self.value, values, v_scale)
-        self.k_scale, self.v_scale = k_scale, v_scale
+        if self._means is None:
+            k_scale = self._scale(self.key, self.k_scale, keys)
+            k_codes = self._encode("key", self.key, keys, k_scale)
+        else:  # their mean may be that of rows held just before: nothing may go wrong later
+            self._check_finite(keys)
+        self.v_scale = v_scale
         self._drop_unseen()
-        self._make_room(n)
-        end = self._end + n
-        self._k[:, self._end : end] = k_codes.transpose(1, 0, 2)
-        self._v[:, self._end : end] = v_codes.transpose(1, 0, 2)
-        self._end = end
+        self._make_room(n - first)
+        for buffer, rows in zip(self._sinks, sunk, strict=False):
+            buffer[:, self.sinks_held : self.sinks_held + first] = rows.transpose(1, 0, 2)
+        self._v[:, self._end : self._end + n - first] = v_codes.transpose(1, 0, 2)
+        if self._means is None:
+            self.k_scale = k_scale
+            self._hold_keys(k_codes)
+        else:
+            self._condition_keys(keys, self._means)
         self.length += n
-        self.calls[self._kernels["k"]] += 1
-        self.calls[self._kernels["v"]] += 1
+        if first:
+            self.calls[self._kernels["sinks"]] += 2
+        if n > first:
+            self.calls[self._kernels["k"]] += 1
+            self.calls[self._kernels["v"]] += 1
+
+    def _hold_keys(self, codes: Blocks) -> None:
+        end = self._end + len(codes)
+        self._k[:, self._end : end] = codes.transpose(1, 0, 2)
+        self._end = end
+
+    def _condition_keys(self, keys: NDArray[np.float32], means: PageMeans) -> None:
+        """Encode and hold finite keys, page by page where a page's mean is that of the one
+        before."""
+        while len(keys):
+            row = self._dropped + self.cached
+            n = means.room(row) if means.follows else len(keys)
+            ready = means.condition(keys[:n], row)
+            self.k_scale = self._scale(self.key, self.k_scale, ready)
+            self._hold_keys(self._encode("key", self.key, ready, self.k_scale))
+            if means.follows and means.room(row) == len(ready):
+                held = self.k_blocks[self.cached - means.room(0) :]
+                means.follow(self.backend.decode(self.key, held, self.k_scale), row)
+            keys = keys[n:]
+
+    def _check_finite(self, keys: NDArray[np.float32]) -> None:
+        finite = np.isfinite(keys).all(axis=-1).reshape(-1)
+        if not finite.all():
+            raise RequestError(
+                f"layer {self.index}: keys: {self.key.name}: row {int(np.argmin(finite))}: "
+                "non-finite input"
+            )
 
     def attention(self, q: Any, *, scale: float | None = None, threads: int | None = None) -> Any:
         """Attention of the last n_q tokens over the cache: q float32 `[n_q, num_heads, head_dim_k]`
@@ -127,11 +215,35 @@ class LayerCache:
         if scale is not None and not math.isfinite(scale):
             raise RequestError(f"layer {self.index}: scale {scale} is not finite")
         n_q = q.shape[0]
-        if n_q > self.length or self._first_held > self._first_needed(self.length - n_q):
+        position = self.length - n_q
+        if position < 0 or self._first_held > self._first_needed(position):
             raise RequestError(
                 f"layer {self.index}: {n_q} queries need keys that are no longer held "
                 f"({self.cached} of {self.length} tokens); attend to each chunk as it is appended"
             )
+        sinks_seen = self._first_needed(position) < self.sinks_held
+        if self._means is None and not sinks_seen:
+            return self._attend(q, position - self._dropped - self.sinks, scale, threads)
+        torch_like = hasattr(q, "detach")
+        queries = np.asarray(q.detach() if torch_like else q)
+        scale = dim**-0.5 if scale is None else scale
+        parts = []
+        if sinks_seen:
+            parts.append(self._attend_sinks(queries, position, scale, threads))
+        if self.cached or not parts:
+            at = position - self._dropped - self.sinks
+            parts.append(self._attend_conditioned(queries, at, scale, threads, bool(parts)))
+        out = segments.merge(parts)[0]
+        if not torch_like:
+            return out
+        import torch
+
+        return torch.from_numpy(out)
+
+    def _attend(
+        self, q: Any, position: int, scale: float | None, threads: int | None, **more: Any
+    ) -> Any:
+        """Attention over the coded rows; `position` counts from the first that is held."""
         out = self.backend.attention(
             q,
             self.k_blocks,
@@ -144,10 +256,48 @@ class LayerCache:
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             threads=threads,
+            position=position,
+            **more,
         )
         self.calls[self._kernels["attention_k"]] += 1
         self.calls[self._kernels["attention_v"]] += 1
         return out
+
+    def _attend_sinks(
+        self, q: NDArray[np.float32], position: int, scale: float, threads: int | None
+    ) -> tuple[Any, Any]:
+        k, v = (x[:, : self.sinks_held].transpose(1, 0, 2) for x in self._sinks)
+        f16 = get_format("f16")
+        part: tuple[Any, Any] = self.backend.attention(
+            q, k, v, key=f16, value=f16, causal=True, window=self.window, scale=scale,
+            threads=threads, position=position, return_lse=True,
+        )  # fmt: skip
+        self.calls[self._kernels["attention_sinks"]] += 2
+        return part
+
+    def _attend_conditioned(
+        self,
+        q: NDArray[np.float32],
+        position: int,
+        scale: float,
+        threads: int | None,
+        merged: bool,
+    ) -> tuple[Any, Any]:
+        """(out, lse) over the coded rows, whose keys may be conditioned; lse matters if
+        `merged`."""
+        means = self._means
+        if means is None:
+            part: tuple[Any, Any] = self._attend(q, position, scale, threads, return_lse=True)
+            return part
+        folded = means.fold(q)
+        if means.page is None:  # one mean of all rows moves all scores of a query alike
+            out, lse = self._attend(folded, position, scale, threads, return_lse=True)
+            return out, (lse + means.offsets(q, scale)[..., 0] if merged else lse)
+        part = self._attend(
+            folded, position, scale, threads, offsets=means.offsets(q, scale), page=means.page,
+            phase=self._dropped - means.first * means.page, return_lse=True,
+        )  # fmt: skip
+        return part
 
     def evict(self) -> None:
         """Let go of the rows that no later query can see, and of room borrowed for a chunk."""
@@ -172,11 +322,14 @@ class LayerCache:
     def crop(self, length: int) -> None:
         """Forget all tokens from position `length` on."""
         self.check_crop(length)
-        if length == 0:
-            self._start = self._end = 0
+        rows = max(0, length - self.sinks)  # coded rows ever held
+        if rows == 0:
+            self._start = self._end = self._dropped = 0
         else:
-            self._end -= self.length - length
+            self._end = self._start + rows - self._dropped
         self.length = length
+        if self._means is not None:
+            self._means.crop(rows)
 
     def reset(self) -> None:
         """Forget everything, scales and counts of kernels included; buffers stay."""
@@ -186,7 +339,8 @@ class LayerCache:
 
     @property
     def _first_held(self) -> int:
-        return self.length - self.cached
+        """First token from which on all are held."""
+        return self.sinks + self._dropped if self._dropped else 0
 
     def _first_needed(self, position: int) -> int:
         """First token that a query at `position` sees."""
@@ -198,7 +352,11 @@ class LayerCache:
 
     def _drop_unseen(self) -> None:
         if self.window is not None:
-            self._start = max(self._start, self._end - (self.window - 1))
+            start = max(self._start, self._end - (self.window - 1))
+            self._dropped += start - self._start
+            self._start = start
+            if self._means is not None:
+                self._means.drop(self._dropped)
 
     def _make_room(self, n: int) -> None:
         capacity = self._k.shape[1]
@@ -255,12 +413,125 @@ class LayerCache:
         return np.where(usable, peak / np.float32(_FP8_MAX), 1).astype(np.float32)
 
 
+class PageMeans:
+    """The means of one layer's keys by page of coded rows, held in float16 (`[num_kv_heads, pages,
+    2 * head_dim]` bytes, the layout of f16 keys: what they add to scores is a score).
+
+    `page` is None where one mean serves all rows. `follows`: a page's mean is that of the page
+    before, so it is known once that page is complete. `first`: index of the first page held.
+    """
+
+    def __init__(
+        self, conditioner: Conditioner, layer: LayerGeometry, backend: Backend, position: int
+    ) -> None:
+        self.kind = conditioner.kind
+        self.follows = self.kind == "previous"
+        self.page: int | None = None if self.kind == "static" else conditioner.page
+        if self.follows and layer.window is not None:
+            # A page must still be held when its last row comes.
+            self.page = min(conditioner.page, layer.window)
+        self.calibrated = conditioner.tokens > 0
+        self.layer = conditioner.layers[layer.index]
+        self.backend = backend
+        self.position = position  # of the first coded row
+        self.first = self._count = 0
+        self._f16 = get_format("f16")
+        self._held: Blocks = np.empty(
+            (layer.num_kv_heads, 0, self._f16.row_bytes(layer.head_dim_k)), np.uint8
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as allocated, the layer's own mean and scale included."""
+        layer = self.layer
+        return self._held.nbytes + layer.mean.nbytes + layer.scale.nbytes + layer.inv_freq.nbytes
+
+    @property
+    def used_bytes(self) -> int:
+        """The same for the pages in use."""
+        return self.nbytes - self._held.nbytes + self._held[:, : self._count].nbytes
+
+    def room(self, row: int) -> int:
+        """Rows from `row` on that fit in its page."""
+        page = self.page or _NO_PAGE
+        return page - row % page
+
+    def condition(self, keys: NDArray[np.float32], row: int) -> NDArray[np.float32]:
+        """(key - mean) / scale of keys `[n, num_kv_heads, head_dim]`, the first being coded row
+        `row`; values beyond float32 become its largest."""
+        page = self.page or _NO_PAGE
+        while (self.first + self._count) * page < row + len(keys):
+            at = self.position + (self.first + self._count) * page
+            if self.follows and self.first + self._count:
+                raise RuntimeError(f"the mean of page {self.first + self._count} is not known yet")
+            if self.follows and not self.calibrated:  # the first key is near the mean of the next
+                self._add(as_half(keys[0]))
+            else:
+                self._add(self.layer.page_mean(self.kind, at, page))
+        pages = np.arange(row, row + len(keys)) // page - self.first
+        means = np.ascontiguousarray(self._held.transpose(1, 0, 2)[pages]).view(np.float16)
+        with np.errstate(over="ignore"):
+            ready = (keys - means.astype(np.float32)) / self.layer.scale
+        clipped: NDArray[np.float32] = np.clip(ready, -_F32_MAX, _F32_MAX, dtype=np.float32)
+        return clipped
+
+    def follow(self, decoded: NDArray[np.float32], row: int) -> None:
+        """Learn the mean of the page that ends after `row`, from its decoded rows `[page,
+        num_kv_heads, head_dim]`."""
+        before = self._held[:, self._count - 1].copy().view(np.float16).astype(np.float64)
+        self._add(as_half(before + decoded.mean(axis=0, dtype=np.float64) * self.layer.scale))
+
+    def fold(self, q: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Queries `[n, num_heads, head_dim]` for conditioned keys."""
+        kv_heads, dim = self.layer.scale.shape
+        grouped = q.reshape(len(q), kv_heads, -1, dim)
+        folded: NDArray[np.float32] = (grouped * self.layer.scale[:, None]).reshape(q.shape)
+        return folded
+
+    def offsets(self, q: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
+        """What every page's mean adds to the scaled scores, `[n, num_heads, pages]`."""
+        held = self._held[:, : self._count].transpose(1, 0, 2)
+        scores: NDArray[np.float32] = self.backend.scores(self._f16, q, held)
+        scores *= np.float32(scale)
+        return scores
+
+    def drop(self, row: int) -> None:
+        """Let go of pages that end before coded row `row`."""
+        if self.page is None:
+            return
+        gone = min(row // self.page - self.first, self._count)
+        if gone > 0:
+            self._held[:, : self._count - gone] = self._held[:, gone : self._count].copy()
+            self.first += gone
+            self._count -= gone
+
+    def crop(self, rows: int) -> None:
+        """Forget pages that begin after coded row `rows`."""
+        if rows == 0:
+            self.first = self._count = 0
+        elif self.page is not None:
+            self._count = min(self._count, rows // self.page + 1 - self.first)
+
+    def _add(self, mean: NDArray[np.float32]) -> None:
+        heads, capacity, width = self._held.shape
+        if self._count == capacity:
+            room = 1 if self.page is None else capacity + max(8, capacity // 4)
+            grown = np.empty((heads, room, width), np.uint8)
+            grown[:, : self._count] = self._held
+            self._held = grown
+        self._held[:, self._count] = mean.astype(np.float16).view(np.uint8)
+        self._count += 1
+
+
 class KVCache:
     """The caches of all layers of a model, for one sequence.
 
     `per_layer` maps a layer index to (key, value) formats of its own. Every format is checked
     against every layer that owns a cache before anything is allocated: RequestError names layers,
     format, flag and reason, all problems at once.
+
+    `conditioner` is what to do to keys (conditioner.py), `sinks` the number of first tokens that
+    every layer keeps in f16, and `first_position` the position of the first token in a longer text.
     """
 
     def __init__(
@@ -270,7 +541,22 @@ class KVCache:
         value: str = "f16",
         backend: str | Backend = "cpu",
         per_layer: Mapping[int, tuple[str, str]] | None = None,
+        *,
+        conditioner: Conditioner | None = None,
+        sinks: int = 0,
+        first_position: int = 0,
     ) -> None:
+        for name, number, most in (
+            ("sinks", sinks, MAX_SINKS),
+            ("first_position", first_position, MAX_TOKENS),
+        ):
+            if type(number) is not int or not 0 <= number <= most:
+                raise RequestError(
+                    f"{name}: expected a whole number from 0 to {most}, found {number!r}"
+                )
+        if conditioner is not None:
+            conditioner.check(geometry)
+        self.conditioner, self.sinks, self.first_position = conditioner, sinks, first_position
         self.geometry = geometry
         self.backend = backends.get(backend) if isinstance(backend, str) else backend
         self.key, self.value = key, value
@@ -303,7 +589,15 @@ class KVCache:
         own: dict[int, LayerCache] = {}
         for layer in owners:
             k, v = pairs[layer.index]
-            own[layer.index] = LayerCache(layer, k, v, self.backend)
+            own[layer.index] = LayerCache(
+                layer,
+                k,
+                v,
+                self.backend,
+                conditioner=conditioner,
+                sinks=sinks,
+                first_position=first_position,
+            )
         self._layers = [
             own[layer.index if layer.shares_kv_with is None else layer.shares_kv_with]
             for layer in geometry.layers

@@ -32,8 +32,8 @@ class LayerRows:
     `q` float32 `[n, num_heads, head_dim_k]`, `k` `[n, num_kv_heads, head_dim_k]` and `v`
     `[n, num_kv_heads, head_dim_v]` as attention and cache receive them, rotary positions applied. A
     layer that shares a cache has its own `q` and its owner's `k` and `v`. `positions` int64 `[n]`.
-    `inv_freq` float64 `[m]`: frequencies of the rotary pairs (j, j + m), None where keys do not
-    turn that way.
+    `inv_freq` float64 `[m]`: frequencies of the rotary pairs (j, j + m); empty where keys do not
+    depend on their position, None where they do in another way.
     """
 
     index: int
@@ -119,9 +119,9 @@ def _frequencies(model: Model, token: int) -> list[NDArray[np.float64] | None]:
 
     All rows of such a text are alike but for their position, in every layer, so keys must be the
     first key turned. What the model's configuration says need not be known, and a layout other
-    than halves, or no rotary positions at all, shows as None.
+    than halves shows as None.
     """
-    candidates = _rotary_buffers(model.hf)
+    candidates = [*_rotary_buffers(model.hf), np.empty(0)]
     found: list[NDArray[np.float64] | None] = []
     positions = np.arange(PROBE)
     for _, keys, _ in _record(model, [token] * PROBE):

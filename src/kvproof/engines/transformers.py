@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvproof.cache import KVCache
+from kvproof.conditioner import Conditioner
 from kvproof.errors import RequestError
 from kvproof.geometry import MAX_SIZE, Geometry, model_file
 from kvproof.geometry import geometry as read_geometry
@@ -62,11 +63,26 @@ class Model:
         value: str = "f16",
         backend: str = "cpu",
         per_layer: Mapping[int, tuple[str, str]] | None = None,
+        *,
+        conditioner: Conditioner | None = None,
+        sinks: int = 0,
+        first_position: int = 0,
     ) -> PackedCache:
-        """An empty cache for one sequence; RequestError if a format does not fit a layer."""
+        """An empty cache for one sequence, whose first token is at `first_position` of its text;
+        RequestError if a format or the conditioner does not fit a layer."""
         from kvproof.engines.packed import PackedCache
 
-        return PackedCache(KVCache(self.geometry, key, value, backend, per_layer))
+        kv = KVCache(
+            self.geometry,
+            key,
+            value,
+            backend,
+            per_layer,
+            conditioner=conditioner,
+            sinks=sinks,
+            first_position=first_position,
+        )
+        return PackedCache(kv)
 
     def forward(self, ids: Sequence[int], cache: PackedCache, chunk: int = CHUNK) -> torch.Tensor:
         """Logits float32 `[len(ids), vocab]` of `ids`, which follow what the cache has seen."""
@@ -122,7 +138,7 @@ class Model:
         from kvproof.engines.packed import torch_threads
 
         with torch.inference_mode(), torch_threads(self.hf):
-            seen = cache.kv.length
+            seen = cache.kv.first_position + cache.kv.length
             out = self.hf(
                 input_ids=torch.tensor([list(ids)]),
                 position_ids=torch.arange(seen, seen + len(ids))[None],
@@ -152,13 +168,21 @@ def load(path: str | Path) -> Model:
 
 
 def transformers_cache(
-    model: Any, key: str = "tq4", value: str = "tq4", backend: str = "cpu"
+    model: Any,
+    key: str = "tq4",
+    value: str = "tq4",
+    backend: str = "cpu",
+    *,
+    conditioner: Conditioner | str | Path | None = None,
+    sinks: int = 0,
 ) -> PackedCache:
     """A cache for `model.generate(..., cache=cache)` of any transformers model (past_key_values=
     before 5.24), for one sequence without padding.
 
-    Switches the model to attention "kvproof" (`model.set_attn_implementation("sdpa")` goes back).
-    RequestError, before anything changes, if a format does not fit a layer.
+    `conditioner` is one for this model, or the file of one (`kvproof calibrate`); `sinks` first
+    tokens are kept in f16. Switches the model to attention "kvproof"
+    (`model.set_attn_implementation("sdpa")` goes back). RequestError, before anything changes, if a
+    format does not fit a layer.
     """
     from kvproof.engines import packed
 
@@ -167,7 +191,12 @@ def transformers_cache(
         raise RequestError(
             f"transformers_cache: expected a transformers model, found a {type(model).__name__}"
         )
-    cache = packed.PackedCache(KVCache(_config_geometry(config), key, value, backend))
+    if isinstance(conditioner, str | Path):
+        conditioner = Conditioner.load(conditioner)
+    kv = KVCache(
+        _config_geometry(config), key, value, backend, conditioner=conditioner, sinks=sinks
+    )
+    cache = packed.PackedCache(kv)
     packed.register()
     model.set_attn_implementation(packed.ATTENTION)
     return cache
