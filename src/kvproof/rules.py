@@ -93,6 +93,7 @@ TOLERANCES: dict[tuple[str, str], Bound] = {
 }
 # Formats whose kernels are not measured yet are held to the bounds of the nearest format.
 _NEAREST = {"tq8": "q8_0", "tq5": "tq4", "tq2": "tq3", "q4_0_rot": "q4_0"}
+_NEAREST |= dict.fromkeys(("q4_polar", "q4_polar_res", "qjl1_256"), "tbq4_0")
 _NEAREST |= dict.fromkeys(("tcq4", "tcq4_64"), "tq4")
 _NEAREST |= dict.fromkeys(("tcq3", "tcq3_64", "tcq2", "tcq2_64"), "tq3")
 TOLERANCES |= {
@@ -121,6 +122,9 @@ TRUTH: dict[str, tuple[float, float]] = {
     "tbq4_0": (0.994, 0.0090),
     "tbq3_0": (0.981, 0.0326),
     "q4_0_rot": (0.995, 0.0074),
+    "q4_polar": (0.994, 0.0093),
+    "q4_polar_res": (0.993, 0.0107),
+    "qjl1_256": (0.72, 0.797),
     "tq8": (0.9999, 4.16e-5),
     "tq5": (0.998, 0.00197),
     "tq4": (0.994, 0.00797),

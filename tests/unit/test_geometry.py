@@ -826,7 +826,9 @@ def test_inspect_is_one_json_document(tmp_path: Path) -> None:
     assert document["bytes"]["f16"] == 60 * MIB
     assert document["max_context"]["f16"] == 8192
     assert document["max_context_capped"] == {
-        name: tokens == 131072 for name, tokens in document["max_context"].items()
+        name: tokens == 131072
+        for name, tokens in document["max_context"].items()
+        if name != "qjl1_256"  # for keys only, so no context fits with it on both sides
     }
     assert sum(document["bytes_per_layer"]["q4_0"]) == document["bytes"]["q4_0"]
     assert document["bytes_exact"]["f16"] == 3 * 8192 * 2048 + 12 * 512 * 1024

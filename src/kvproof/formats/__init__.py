@@ -14,6 +14,8 @@ from types import ModuleType
 
 from kvproof.errors import RequestError
 from kvproof.formats.base import Counters, Format
+from kvproof.formats.polar import Q4_POLAR, Q4_POLAR_RES
+from kvproof.formats.qjl import QJL1_256, qjl1_256
 from kvproof.formats.row import TQ2, TQ3, TQ4, TQ5, TQ8
 from kvproof.formats.stock import BF16, F16, FP8_E4M3, Q4_0, Q4_0_ROT, Q8_0
 from kvproof.formats.tcq import TCQ2, TCQ2_64, TCQ3, TCQ3_64, TCQ4, TCQ4_64
@@ -27,6 +29,8 @@ _ROWS: dict[str, Format] = {
         Q8_0,
         TQ8,
         FP8_E4M3,
+        Q4_POLAR,
+        Q4_POLAR_RES,
         TQ5,
         Q4_0,
         Q4_0_ROT,
@@ -41,6 +45,7 @@ _ROWS: dict[str, Format] = {
         TQ2,
         TCQ2,
         TCQ2_64,
+        QJL1_256,
     )
 }
 
@@ -73,4 +78,4 @@ class _CallableModule(ModuleType):
 
 sys.modules[__name__].__class__ = _CallableModule
 
-__all__ = ["Counters", "Format", "all_formats", "get"]
+__all__ = ["Counters", "Format", "all_formats", "get", "qjl1_256"]
