@@ -14,8 +14,9 @@ import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kvproof import models
 from kvproof.backends import Backend
 from kvproof.distortion import above_bound, centred_scores, dominators, relative_mse, stored
 from kvproof.engines.capture import LayerRows
-from kvproof.errors import RequestError
+from kvproof.errors import Refused, RequestError
 from kvproof.formats import Format, all_formats
 from kvproof.geometry import Geometry, LayerGeometry
 from kvproof.geometry import geometry as read_geometry
@@ -93,6 +94,24 @@ def rows(path: Path, text: str | None = None, progress: Progress | None = None) 
     except OSError as error:
         tell(f"{error.filename or _file(made.model)}: rows are not kept: {error.strerror or error}")
     return made
+
+
+def known(progress: Progress | None = None) -> Iterator[tuple[str, ModelRows | str]]:
+    """Every known model's name with its rows, or with why there are none here."""
+    for name in models.KNOWN:
+        path = models.on_disk(name)
+        if path is None:
+            yield name, f"not fetched; run `kvproof fetch {name}`"
+            continue
+        try:
+            found = read(path)
+            missing = [n for n in ("torch", "transformers") if find_spec(n) is None]
+            if found is None and missing:
+                yield name, f"capturing needs {' and '.join(missing)}, not installed here"
+            else:
+                yield name, found or rows(path, progress=progress)
+        except (RequestError, Refused) as error:
+            yield name, str(error)
 
 
 def read(path: Path, text: str | None = None) -> ModelRows | None:

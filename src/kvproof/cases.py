@@ -6,11 +6,8 @@ its case can be repeated anywhere.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +17,10 @@ from kvproof.formats import get as format_named
 
 Floats = NDArray[np.float32]
 
-OPS = ("encode", "decode", "scores", "attention")
+OPS = ("encode", "decode", "scores", "dot", "attention")
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
-GQA = ((8, 8), (8, 2), (9, 3), (7, 1), (28, 4))  # (num_heads, num_kv_heads)
+# (num_heads, num_kv_heads): ratios 1, 2, 4, 8, and what real models have beside them
+GQA = ((8, 8), (8, 4), (8, 2), (8, 1), (9, 3), (7, 1), (28, 4))
 E4M3_MAX = np.float32(448)
 
 
@@ -42,8 +40,9 @@ class Arrays:
 class Case:
     """One operation on one format (attention: a key and a value format), shape and input.
 
-    `inputs` names a row of INPUTS. Queries are the last n_q of the n_kv tokens; `window` is the
-    number of keys a query sees, its own included. `threads` is a hint for attention.
+    `inputs` names a row of INPUTS. "dot" is scores by decoding and a plain dot product. Queries
+    are the last n_q of the n_kv tokens; `window` is the number of keys a query sees, its own
+    included. `threads` is a hint for attention.
 
     `position` (of query 0), `page` (0: no offsets) and `phase` are those of `Backend.attention`;
     `lse` asks for the log-sum-exp too, and for parts of the tokens merged by it.
@@ -96,6 +95,8 @@ class Case:
         draw = INPUTS[self.inputs]
         k = draw(rng, (*kv, self.head_dim))
         v = draw(rng, (*kv, self.head_dim_v or self.head_dim))
+        if self.inputs == "maximal":  # a single value where codes are counted: the largest code
+            k, v = _unrotated(self.key, k), _unrotated(self.value or self.key, v)
         q = rng.standard_normal((self.n_q, self.num_heads, self.head_dim)).astype(np.float32)
         if self.op == "attention":
             q *= _query_factor(q, k, 200.0 if self.inputs == "sharp" else 6.0)
@@ -104,7 +105,7 @@ class Case:
             pages = -(-(self.phase + self.n_kv) // self.page)
             offsets = 2 * _normal(rng, (self.n_q, self.num_heads, pages))
         return Arrays(
-            q, k, v, _head_scale(self.key, k), _head_scale(self.value or self.key, v), offsets
+            q, k, v, head_scale(self.key, k), head_scale(self.value or self.key, v), offsets
         )
 
 
@@ -117,7 +118,13 @@ def _query_factor(q: Floats, k: Floats, top: float) -> np.float32:
     return np.float32(top / largest) if largest > 0 else np.float32(1)
 
 
-def _head_scale(name: str, x: Floats) -> Floats | None:
+def _unrotated(name: str, x: Floats) -> Floats:
+    """Rows whose rotation by a format is x; those of a format that projects stay as they are."""
+    fmt = format_named(name)
+    return fmt.unrotate(x) if fmt.stored_values(x.shape[-1]) == x.shape[-1] else x
+
+
+def head_scale(name: str, x: Floats) -> Floats | None:
     """Scale per KV head of a format that is held with one: max|x| / 448, or 1 where that is 0."""
     if not format_named(name).scaled:
         return None
@@ -160,6 +167,16 @@ def _constant(rng: np.random.Generator, shape: Shape) -> Floats:
 def _signs(rng: np.random.Generator, shape: Shape) -> Floats:
     x: Floats = rng.choice([-1.0, 1.0], shape).astype(np.float32)
     return x
+
+
+def _norm_limit(rng: np.random.Generator, shape: Shape) -> Floats:
+    """Rows of a length just below and just above the largest fp16."""
+    x = rng.standard_normal(shape)
+    length = 65504 * rng.uniform(0.98, 1.01, (*shape[:-1], 1))
+    out: Floats = (x * length / np.sqrt(np.square(x).sum(axis=-1, keepdims=True))).astype(
+        np.float32
+    )
+    return out
 
 
 def _zero(rng: np.random.Generator, shape: Shape) -> Floats:
@@ -222,6 +239,8 @@ INPUTS: dict[str, Callable[[np.random.Generator, Shape], Floats]] = {
     "some_zero": _some_zero,
     "subnormal": _subnormal,  # fp16 scales below 6.1e-5
     "limit": _limit,  # near the fp16 limit
+    "norm_limit": _norm_limit,
+    "maximal": _one_hot,  # in the domain of the codes: the largest code of rotated formats
     "mixed": _mixed,  # magnitudes from 1e-3 to 1e3 in one tensor
     "tiny": _tiny,
     "huge": _huge,
@@ -230,7 +249,7 @@ INPUTS: dict[str, Callable[[np.random.Generator, Shape], Floats]] = {
 }
 EDGES = (
     "outlier", "heavy", "one_hot", "constant", "signs", "zero", "some_zero", "subnormal", "limit",
-    "mixed", "tiny", "huge",
+    "norm_limit", "maximal", "mixed", "tiny", "huge",
 )  # fmt: skip
 # With rows of 1e30 the scores of all other rows vanish below float32: no parity case.
 ATTENTION_EDGES = tuple(kind for kind in EDGES if kind != "huge")
@@ -242,69 +261,3 @@ def masks(window: int) -> Iterator[tuple[int, int, int]]:
         for n_q in {1, min(3, n_kv), n_kv}:
             if n_kv > 0:
                 yield n_q, n_kv, window
-
-
-# ---- public fixtures (gate.md section 9) ---------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Fixture:
-    """A public turbo3 or turbo4 fixture: one query, packed keys, the scores printed for them.
-
-    The printed scores use the query without rotation, so they test decoding and not truth.
-    """
-
-    kernel: str
-    path: Path
-    head_dim: int
-    q: NDArray[np.float64]  # [head_dim]
-    k_blocks: NDArray[np.uint8]  # [n_kv, bytes]
-    expected: NDArray[np.float64]  # [n_kv]
-
-
-FIXTURE_BLOCK = {"turbo3": 14, "turbo4": 18}  # bytes per 32 values
-
-
-def read_fixtures(folder: Path, kernels: tuple[str, ...]) -> list[Fixture]:
-    """The fixtures of the given kernels in a folder, told apart by their "kernel" key.
-
-    RequestError if the folder or a JSON file in it cannot be read or does not hold together.
-    """
-    if not folder.is_dir():
-        raise RequestError(f"--fixtures {folder}: not a folder; name one that holds *.json files")
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            document = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise RequestError(f"fixture {path}: cannot be read as JSON ({error})") from error
-        if isinstance(document, dict) and document.get("kernel") in kernels:
-            found.append(_fixture(path, document))
-    return found
-
-
-def _fixture(path: Path, document: dict[str, Any]) -> Fixture:
-    kernel = document["kernel"]
-    block = FIXTURE_BLOCK[kernel]
-    try:
-        head_dim, n_kv = int(document["head_dim"]), int(document["n_kv"])
-        q = np.asarray(document["q"], np.float64)
-        raw = np.asarray(document["k_blocks"], np.int64)
-        expected = np.asarray(document["expected_scores"], np.float64)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"fixture {path}: {kernel} fixture lacks or garbles {error}") from error
-    sizes = {
-        "block_bytes": (document.get("block_bytes"), block),
-        "blocks_per_kv": (document.get("blocks_per_kv"), head_dim // 32),
-        "q": (q.shape, (head_dim,)),
-        "k_blocks": (raw.shape, (n_kv * head_dim // 32 * block,)),
-        "expected_scores": (expected.shape, (n_kv,)),
-    }
-    for name, (got, want) in sizes.items():
-        if got != want:
-            raise RequestError(f"fixture {path}: {name} is {got}, expected {want}")
-    if n_kv < 1 or raw.min() < 0 or raw.max() > 255:
-        raise RequestError(f"fixture {path}: needs at least one key, and bytes from 0 to 255")
-    if not (np.isfinite(q).all() and np.isfinite(expected).all()):
-        raise RequestError(f"fixture {path}: q and expected_scores must be finite")
-    return Fixture(kernel, path, head_dim, q, raw.astype(np.uint8).reshape(n_kv, -1), expected)

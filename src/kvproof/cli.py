@@ -649,47 +649,43 @@ def verify(
     json_: Json = False,
 ) -> None:
     """Hold every kernel to the reference; exit code 0 only if all passed."""
-    from kvproof import backends, gate
-    from kvproof.evidence import Outcome, Store, aggregate, exit_code
+    from kvproof import captured, gate
+    from kvproof.evidence import Outcome, Store, exit_code
 
-    names = backends.names() if backend == "all" else (backend,)
     with _progress() as tell:
         records = gate.verify_evidence(
-            names, checks=check, fixtures=fixtures, formats=format_, progress=tell
+            backend, check, fixtures, format_, tell, captured=captured.known
         )
-    if evidence is not None:
-        Store(evidence).append(*records)
     results = [gate.row(e) for e in records]
-    outcome = aggregate(Outcome(r["outcome"]) for r in results)
+    outcome = gate.outcome_of(results)
+    if evidence is not None:
+        try:
+            Store(evidence).append(*records)
+        except RequestError as error:  # what is not written down has not passed
+            outcome = Outcome.FAILED
+            _say(f"FAILED: the report was not written: {error}", err=True)
+    document = gate.summary(results)
     if json_:
-        _print_json({"outcome": str(outcome), "results": results})
+        _print_json({"outcome": str(outcome), **document, "results": results})
         raise typer.Exit(exit_code(outcome))
-    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
-    for r in results:
-        groups.setdefault((r["check"], r["backend"], r["format"] or ""), []).append(r)
+    columns = ("check", "backend", "outcome", "worst error", "bound", "of", "cases", "outputs")
     rows = []
-    for (name, on, fmt), of in groups.items():
-        worst = max(of, key=lambda r: (r["worst_error"] or 0) / (r["bound"] or 1))
-        rows.append(
-            (
-                name,
-                on,
-                fmt,
-                str(aggregate(Outcome(r["outcome"]) for r in of)),
-                "-" if worst["worst_error"] is None else f"{worst['worst_error']:.1e}",
-                "-" if worst["bound"] is None else f"{worst['bound']:.1e}",
-                len(of),
-                f"{sum(r['outputs'] or 0 for r in of):,}",
-            )
-        )
-    columns = ("check", "backend", "format", "outcome", "worst error", "bound", "cases", "outputs")
+    for line in document["table"]:
+        figures = ("-" if line[n] is None else f"{line[n]:.1e}" for n in ("worst_error", "bound"))
+        counts = (line["rows"], f"{line['outputs']:,}/{line['outputs_expected']:,}")
+        name = (line["check"], line["backend"], line["outcome"])
+        rows.append((*name, *figures, line["worst_format"] or "", *counts))
     _table("", columns, rows)
-    for r in results:
-        if r["outcome"] != "PASSED":
-            _say(f"{r['outcome']}: {r['check']} {r['backend']}: {r['reason']}")
-    passed = sum(r["outcome"] == "PASSED" for r in results)
-    outputs = sum(r["outputs"] or 0 for r in results)
-    _say(f"{outcome}: checks {passed}/{len(results)}, outputs {outputs:,}")
+    for text in document["not_passed"]:
+        _say(text)
+    eight, whole = document["eight"], document["checks"]
+    mutants = document["mutants"]
+    _say(
+        f"{outcome}: checks {eight['passed']}/{eight['of']} of the public eight, "
+        f"{whole['passed']}/{whole['of']} in all; outputs {document['outputs']:,}/"
+        f"{document['outputs_expected']:,}; broken kernels caught {mutants['caught']}/"
+        f"{mutants['of']} of {mutants['kinds']} kinds"
+    )
     raise typer.Exit(exit_code(outcome))
 
 

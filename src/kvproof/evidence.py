@@ -46,7 +46,7 @@ class Outcome(StrEnum):
     DIAGNOSTIC = "DIAGNOSTIC"
 
 
-_WORST_FIRST = (
+WORST_FIRST = (
     Outcome.FAILED,
     Outcome.REFUSED,
     Outcome.NOT_RUN,
@@ -58,7 +58,7 @@ _WORST_FIRST = (
 def aggregate(outcomes: Iterable[Outcome]) -> Outcome:
     """Outcome of a list of checks: the worst one present; an empty list proves nothing: FAILED."""
     present = set(outcomes)
-    return next((o for o in _WORST_FIRST if o in present), Outcome.FAILED)
+    return next((o for o in WORST_FIRST if o in present), Outcome.FAILED)
 
 
 def exit_code(outcome: Outcome) -> int:

@@ -1,136 +1,89 @@
 """The gate: named checks of backends against the reference, as evidence.
 
 `verify` runs everything, `gate_evidence` what one candidate needs before it may be measured, `run`
-a single case. What is compared, and within which bounds, is in rules.py. mutants.py breaks kernels
-on purpose: each must fail by the rules that it names, or the gate itself has FAILED.
+a single case. What is compared, and within which bounds, is in rules.py, public fixtures are in
+fixtures.py, the routes through the caches in routes.py. mutants.py breaks kernels on purpose: each
+must fail by the rules that it names, or the gate itself has FAILED.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvproof import backends as backend_registry
+from kvproof import fixtures as public
+from kvproof import routes
 from kvproof.backends import Backend
 from kvproof.backends.reference import source_digest
-from kvproof.cases import (
-    ATTENTION_EDGES,
-    EDGES,
-    FIXTURE_BLOCK,
-    GQA,
-    HEAD_DIMS,
-    Case,
-    Fixture,
-    Floats,
-    masks,
-    read_fixtures,
-)
+from kvproof.cases import ATTENTION_EDGES, EDGES, GQA, HEAD_DIMS, Case, masks
 from kvproof.errors import Refused, RequestError
-from kvproof.evidence import Environment, Evidence, Outcome, aggregate, utc_now
+from kvproof.evidence import WORST_FIRST, Environment, Evidence, Outcome, aggregate, utc_now
 from kvproof.formats import Format, all_formats
 from kvproof.formats import get as format_named
-from kvproof.mutants import MUTANTS
+from kvproof.mutants import MUTANTS, Broken
 from kvproof.rules import (
-    PRINTED,
+    KERNEL_ERRORS,
     TRUTH_KEYS,
     TRUTH_QUERIES,
-    TURBO3,
-    TURBO3_CUTS,
     Examination,
-    Float64,
-    compare,
-    decode_turbo3,
+    differences,
     examine,
+    examine_rows,
     pair,
-    rotate128,
 )
 
+if TYPE_CHECKING:
+    from kvproof.captured import ModelRows
+
 Progress = Callable[[str], None]
+Subject = dict[str, str | int | float]
+Captured = Callable[[Progress], "Iterable[tuple[str, ModelRows | str]]"]
 
-# NMSE of the published self-test scores with a rotated query: 1.5e-10 observed (turbo4).
-ROTATED = 1e-9
-
-CHECK_OF = {"tbq3_0": "turbo3", "tbq4_0": "turbo4"} | {
-    f.name: "row" for f in all_formats() if f.block_size is None
-}
-FORMAT_CHECKS = ("turbo3", "turbo4", "stock", "row")
-OPERATOR_CHECKS = ("append", "fused", "gqa", "causal", "window", "split", "segments")
-CHECKS = (*FORMAT_CHECKS, *OPERATOR_CHECKS, "mutants")
-# Checks of the public gate whose formats this version does not have.
-LATER = {
+# The eight checks of the public gate, and the format that each proves.
+EIGHT = {
+    "turbo3": "tbq3_0",
+    "turbo4": "tbq4_0",
     "turbo3_tcq": "tbq3_tcq",
     "qjl": "qjl1_256",
     "polar": "q4_polar",
     "polar_res": "q4_polar_res",
     "polar_preht": "q4_polar",
     "polar_preht_res": "q4_polar_res",
-    "fused_attn_qjl_tbq": "qjl1_256",
 }
+FORMAT_CHECKS = (*EIGHT, "stock", "row")
+# The same score by two operators: decode then dot, and stored values times the turned query.
+BY_DECODING = ("polar", "polar_res")
+BY_TURNING = ("polar_preht", "polar_preht_res")
+FUSED_ROUTES = {
+    "fused_attn_qjl_tbq": ("qjl1_256", "tbq3_0"),
+    "fused_attn_qjl_polar": ("qjl1_256", "q4_polar_res"),
+}
+CASE_CHECKS = (
+    "append", "fused", "gqa", "causal", "window", "split", "segments", "multi_block",
+    *FUSED_ROUTES, "cache",
+)  # fmt: skip
+CHECKS = (
+    "self_test", *FORMAT_CHECKS, *CASE_CHECKS, "cross", "dispatch", "captured", "shipped",
+    "mutants",
+)  # fmt: skip
+# What not every machine can run: NOT_RUN unless asked for by name leaves the outcome as it is.
+OPTIONAL = ("captured", "shipped")
 
 
-# ---- public fixtures and the reference's own test ------------------------------------------------
-
-
-def fixture_normals(count: int) -> Floats:
-    """First normals of the fixtures' generator (gate.md 9.2): Marsaglia polar in float32."""
-    state = 0x9E3779B97F4A7C15
-    out: list[np.float32] = []
-    one, two = np.float32(1), np.float32(2)
-
-    def uniform() -> np.float32:
-        nonlocal state
-        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
-        return np.float32(state >> 11 & 0xFFFFFF) / np.float32(2**24) * two - one
-
-    while len(out) < count:
-        u, v = uniform(), uniform()
-        r = u * u + v * v
-        if r >= one or r == 0:
-            continue
-        f = np.sqrt(-two * np.log(r) / r)
-        out += [u * f, v * f]
-    return np.array(out[:count], np.float32)
-
-
-def _published(check: str) -> tuple[Float64, Float64]:
-    """(got, published) scores of the reference self-test of gate.md section 4, without and with
-    the query rotated."""
-    draws = fixture_normals(256)
-    q, x = draws[0::2], draws[1::2]
-    if check == "turbo4":
-        fmt = format_named("tbq4_0")
-        stored = fmt.decode_rotated(fmt.encode(x))
-        turned = fmt.rotate(q).astype(np.float64)
-        want = (-23.721790, -2.360713)
-    else:
-        length = np.sqrt(np.square(x, dtype=np.float64).sum())
-        codes = np.searchsorted(TURBO3_CUTS, rotate128(x / length), side="right")
-        centroids = TURBO3[codes]
-        norm = np.float16(length / np.sqrt(np.square(centroids).sum()))
-        stored, turned, want = centroids * float(norm), rotate128(q), (-2.501480, -2.070670)
-    return np.array([q @ stored, turned @ stored]), np.array(want)
-
-
-def _self_test(check: str, exam: Examination) -> None:
-    got, want = _published(check)
-    compare(exam, "parity", got[:1], want[:1], PRINTED)
-    compare(exam, "truth", got[1:], want[1:], ROTATED)
-
-
-def _reproduce(fixture: Fixture, exam: Examination) -> None:
-    """The printed scores of a fixture, by the reference decoder and the query as given."""
-    if fixture.kernel == "turbo3":
-        stored = decode_turbo3(fixture.k_blocks)
-    else:
-        stored = format_named("tbq4_0").decode_rotated(fixture.k_blocks)
-    compare(exam, "parity", stored @ fixture.q, fixture.expected, PRINTED)
+def checks_of(fmt: Format) -> tuple[str, ...]:
+    """Names of the checks that prove a format's encode, decode and scores."""
+    named = tuple(check for check, name in EIGHT.items() if name == fmt.name)
+    return named or (("row",) if fmt.source.startswith("kvproof") else ("stock",))
 
 
 # ---- what is checked -----------------------------------------------------------------------------
@@ -151,60 +104,147 @@ class Plan:
         return case.key if case.value in ("", case.key) else f"{case.key}/{case.value}"
 
 
-def check_of(fmt: Format) -> str:
-    """Name of the check that proves a format's encode, decode and scores."""
-    return CHECK_OF.get(fmt.name, "stock")
-
-
 def _widths(fmt: Format, widths: Sequence[int] = HEAD_DIMS) -> list[int]:
     return [n for n in widths if fmt.refuses(n, "key") is None]
 
 
-def _format_plans(check: str, fmt: Format) -> Iterator[Plan]:
-    """Encode, decode, scores, truth and attention of one format, at every head_dim it takes."""
-    f = fmt.name
+def _as_value(fmt: Format) -> Format:
+    """The format, or for one of keys only the f16 values that go with it."""
+    return fmt if "value" in fmt.sides else format_named("f16")
+
+
+def _is_trellis(fmt: Format) -> bool:
+    """Whether the reference searches a trellis, some milliseconds a row in NumPy."""
+    return fmt.name == "tbq3_tcq" or fmt.name.startswith("tcq")
+
+
+def _format_plans(check: str, fmt: Format, by_reference: bool) -> Iterator[Plan]:
+    """Encode, decode, scores and truth of one format, at every head_dim it takes.
+
+    `by_reference`: the backend is the reference, for which trellis formats get one truth only.
+    """
+    f, slow = fmt.name, _is_trellis(fmt)
+    score = "dot" if check in BY_DECODING else "scores"
+    truths = (128,) if slow and by_reference else (64, 128, 256)
     for n in _widths(fmt):
-        edges = EDGES if n in (96, 128) else ()
-        shape: dict[str, Any] = {"head_dim": n, "n_kv": 37, "num_kv_heads": 3, "num_heads": 3}
-        encode = [Case("encode", f, inputs=kind, **shape) for kind in ("normal", *edges)]
-        if n == 128:  # enough values for the few codes that a rounded scale changes
-            encode.append(Case("encode", f, head_dim=n, n_kv=400, num_kv_heads=2))
-        yield Plan(check, "encode", tuple(encode))
-        for op in ("decode", "scores"):
-            kinds = ("normal", *edges)
+        edges = n == 128 if slow else n in (96, 128)
+        kinds = ("normal", *EDGES) if edges else ("normal",)
+        tokens = 13 if slow else 37
+        shape: dict[str, Any] = {"head_dim": n, "n_kv": tokens, "num_kv_heads": 3, "num_heads": 3}
+        if check not in BY_TURNING:
+            encode = [Case("encode", f, inputs=kind, **shape) for kind in kinds]
+            if n == 128:  # enough values for the few codes that a rounded scale changes
+                encode.append(Case("encode", f, head_dim=n, n_kv=400, num_kv_heads=2))
+            yield Plan(check, "encode", tuple(encode))
+        for op in (score,) if check in BY_TURNING else ("decode", score):
             cases = [Case(op, f, inputs=kind, **shape, n_q=5) for kind in kinds]
+            if op == "scores":
+                small = shape | {"num_kv_heads": 1}
+                cases += [Case(op, f, **small | {"num_heads": h}) for h in (1, 2, 4, 8)]
             yield Plan(check, op, tuple(cases))
-        if n in (64, 128, 256):
+        if n in truths:
             many: dict[str, Any] = {"head_dim": n, "n_kv": TRUTH_KEYS, "n_q": TRUTH_QUERIES}
-            yield Plan(check, "truth", (Case("decode", f, **many), Case("scores", f, **many)))
+            truth = [Case(score, f, **many)]
+            if check not in BY_TURNING:
+                truth.append(Case("decode", f, **many))
+            yield Plan(check, "truth", tuple(truth))
 
 
-def _operator_plans(check: str, rows: Sequence[Format]) -> Iterator[Plan]:
-    """Append, fused attention, GQA, causal masks, windows and splits."""
+BLOCKS_A_ROW = (1, 2, 3, 4, 8)
+TOKENS = (1, 2, 3, 4, 8, 61)
+
+
+def _multi_block_plans(fmt: Format) -> Iterator[Plan]:
+    """Rows of 1 to 8 blocks (groups of 32 where a row is one block), and odd numbers of tokens."""
+    block = max(32, fmt.multiple)
+    for blocks in BLOCKS_A_ROW:
+        shape: dict[str, Any] = {"head_dim": blocks * block, "num_heads": 2, "num_kv_heads": 1}
+        # Eight queries: one score alone may be near 0, where a relative error says nothing.
+        cases = [Case("scores", fmt.name, n_kv=t, n_q=8, **shape) for t in TOKENS]
+        cases += [
+            Case("attention", fmt.name, _as_value(fmt).name, n_kv=t, **shape) for t in (1, 3, 8, 61)
+        ]
+        yield Plan("multi_block", f"{blocks} blocks", tuple(cases))
+
+
+def _mixed_pairs(rows: Sequence[Format]) -> Iterator[tuple[Format, Format]]:
+    """Every key format with three value formats, every value format with at least two keys.
+
+    All pairs are one kernel each way: a key format's scores know nothing of the values.
+    """
+    values = [f for f in rows if "value" in f.sides]
+    for i, fmt in enumerate(rows):
+        others = [v for v in values[i + 1 :] + values[: i + 1] if v is not fmt]
+        for at in (0, 2, 5):
+            if at < len(others):
+                yield fmt, others[at]
+
+
+def _fused_plans(rows: Sequence[Format], by_reference: bool) -> Iterator[Plan]:
     for fmt in rows:
-        f = fmt.name
-        base = Case("attention", f, f, head_dim=64, num_heads=4, num_kv_heads=2, n_kv=40)
+        slow = by_reference and _is_trellis(fmt)
+        base = Case(
+            "attention", fmt.name, _as_value(fmt).name, head_dim=64, num_heads=4, num_kv_heads=2
+        )
+        for n in _widths(fmt):
+            case = replace(base, head_dim=n, n_kv=131)
+            edges = [
+                replace(case, inputs=kind, n_q=3, n_kv=70)
+                for kind in (ATTENTION_EDGES if n in (96, 128) else ())
+            ]
+            long = n in (64, 128, 256) and not slow
+            truth = [replace(case, n_q=8, n_kv=TRUTH_KEYS)] if long else []
+            sharp = replace(case, inputs="sharp", n_q=5)
+            yield Plan("fused", "fused", (case, replace(case, n_q=17), sharp, *edges, *truth))
+    for fmt, other in _mixed_pairs(rows):
+        case = Case(
+            "attention", fmt.name, other.name, num_heads=4, num_kv_heads=2, n_kv=131, head_dim=128
+        )
+        prefill = replace(case, n_q=9, n_kv=73, window=32)
+        wide = replace(case, head_dim=256, head_dim_v=128, n_q=5, n_kv=33)
+        yield Plan("fused", "mixed", (case, prefill, wide))
+
+
+def _fused_route_plans(check: str) -> Iterator[Plan]:
+    """The public fused operator, at its shapes and beyond: other widths, causal, long, split."""
+    key, value = FUSED_ROUTES[check]
+    for n in (128, 256, 512):
+        base = Case("attention", key, value, head_dim=n, num_heads=4, num_kv_heads=2)
+        public_shapes = [(1, 1, 64), (4, 2, 512), (8, 2, 256), (2, 1, 128)]
+        shapes = [*(public_shapes if n == 128 else ()), (8, 1, 70)]
+        cases = [replace(base, num_heads=h, num_kv_heads=kv, n_kv=t) for h, kv, t in shapes]
+        cases += [replace(base, n_kv=t, n_q=q) for q, t in ((1, 1), (1, 18), (17, 40))]
+        if n == 128:
+            cases.append(replace(base, n_kv=700, num_heads=2, num_kv_heads=1, inputs="ramp"))
+        yield Plan(check, "fused", tuple(cases))
+
+
+def _operator_plans(check: str, rows: Sequence[Format], by_reference: bool) -> Iterator[Plan]:
+    """Append, fused attention, GQA, causal masks, windows and splits."""
+    if check == "fused":
+        yield from _fused_plans(rows, by_reference)
+        return
+    if check in FUSED_ROUTES:
+        if set(FUSED_ROUTES[check]) <= {f.name for f in rows}:
+            yield from _fused_route_plans(check)
+        return
+    for fmt in rows:
+        if check == "multi_block":
+            yield from _multi_block_plans(fmt)
+            continue
+        n = max(64, fmt.multiple)
+        base = Case(
+            "attention", fmt.name, _as_value(fmt).name, head_dim=n, num_heads=4, num_kv_heads=2,
+            n_kv=40,
+        )  # fmt: skip
         if check == "append":  # token by token against bulk, a rule of every short encode
-            for n in _widths(fmt, (64, 96, 256)):
-                shape: dict[str, Any] = {"head_dim": n, "n_kv": 70, "num_kv_heads": 3}
-                cases = [Case("encode", f, inputs=k, **shape) for k in ("normal", "mixed")]
+            for width in _widths(fmt, (64, 96, 256)):
+                shape: dict[str, Any] = {"head_dim": width, "n_kv": 70, "num_kv_heads": 3}
+                cases = [Case("encode", fmt.name, inputs=k, **shape) for k in ("normal", "mixed")]
                 yield Plan(check, "encode", tuple(cases))
-        elif check == "fused":
-            for n in _widths(fmt):
-                case = replace(base, head_dim=n, n_kv=131)
-                edges = [
-                    replace(case, inputs=kind, n_q=3, n_kv=70)
-                    for kind in (ATTENTION_EDGES if n in (96, 128) else ())
-                ]
-                truth = [replace(case, n_q=8, n_kv=1024)] if n in (64, 128, 256) else []
-                sharp = replace(case, inputs="sharp", n_q=5)
-                yield Plan(check, "fused", (case, replace(case, n_q=17), sharp, *edges, *truth))
-            for other in rows:
-                case = replace(base, value=other.name, head_dim=128)
-                wide = replace(case, head_dim=192, head_dim_v=128, n_q=5, n_kv=33)
-                if other is not fmt:
-                    prefill = replace(case, n_q=9, n_kv=73, window=32)
-                    yield Plan(check, "mixed", (replace(case, n_kv=131), prefill, wide))
+        elif check == "cache":
+            shown = replace(base, n_kv=47)
+            yield Plan(check, "chunks", (shown, replace(shown, window=16)))
         elif check == "gqa":
             cases = [
                 replace(base, num_heads=h, num_kv_heads=kv, n_q=n_q)
@@ -222,13 +262,14 @@ def _operator_plans(check: str, rows: Sequence[Format]) -> Iterator[Plan]:
         elif check == "window":
             shapes = [m for window in (1, 8, 32) for m in masks(window)]
             shapes += [(1, 600, 512), (5, 600, 512), (3, 513, 512)]
-            cases = [replace(base, n_q=n_q, n_kv=n, window=w) for n_q, n, w in shapes]
+            cases = [replace(base, n_q=n_q, n_kv=t, window=w) for n_q, t, w in shapes]
             yield Plan(check, "fused", tuple(cases))
         elif check == "split":
             cases = [
-                replace(base, n_kv=n, n_q=n_q, inputs=kind, threads=3)
-                for n, n_q in ((517, 1), (2100, 1), (4099, 1), (700, 33))
+                replace(base, n_kv=t, n_q=n_q, inputs=kind, threads=3)
+                for t, n_q in ((517, 1), (2100, 1), (4099, 1), (700, 33))
                 for kind in ("ramp", "sharp")
+                if t == 517 or not (by_reference and _is_trellis(fmt))
             ]
             yield Plan(check, "split", tuple(cases))
         elif check == "segments":
@@ -248,15 +289,17 @@ def _operator_plans(check: str, rows: Sequence[Format]) -> Iterator[Plan]:
             yield Plan(check, "fused", tuple(cases))
 
 
-def plans(checks: Iterable[str], rows: Sequence[Format]) -> Iterator[Plan]:
-    """Everything that the named checks mean for these formats."""
+def plans(
+    checks: Iterable[str], rows: Sequence[Format], by_reference: bool = False
+) -> Iterator[Plan]:
+    """Everything that the named checks mean for these formats, as far as cases say it."""
     for check in checks:
         if check in FORMAT_CHECKS:
             for fmt in rows:
-                if check_of(fmt) == check:
-                    yield from _format_plans(check, fmt)
-        elif check in OPERATOR_CHECKS:
-            yield from _operator_plans(check, rows)
+                if check in checks_of(fmt):
+                    yield from _format_plans(check, fmt, by_reference)
+        elif check in CASE_CHECKS:
+            yield from _operator_plans(check, rows, by_reference)
 
 
 # ---- evidence ------------------------------------------------------------------------------------
@@ -270,9 +313,9 @@ def reference_digest() -> str:
 
 @functools.cache
 def gate_digest() -> str:
-    """SHA-256 of the gate itself: rules, cases, tolerances, mutants."""
+    """SHA-256 of the gate itself: rules, cases, tolerances, mutants, fixtures, routes."""
     folder = Path(__file__).parent
-    names = ("cases.py", "rules.py", "mutants.py", "gate.py")
+    names = ("cases.py", "rules.py", "fixtures.py", "mutants.py", "routes.py", "gate.py")
     return hashlib.sha256(b"".join((folder / n).read_bytes() for n in names)).hexdigest()
 
 
@@ -285,6 +328,18 @@ def _here(backend: Backend) -> Environment:
     return Environment.current(backend.environment())
 
 
+def _identity(*formats: Format) -> Subject:
+    """What the bytes of these formats do not say and evidence must: projection and codebook."""
+    out: Subject = {}
+    for fmt in formats:
+        if fmt.projection_id:
+            out["projection_id"] = fmt.projection_id
+        if fmt.codebook_digest:
+            name = "codebook_digest" if "codebook_digest" not in out else "codebook_digest_v"
+            out[name] = fmt.codebook_digest
+    return out
+
+
 def _record(
     subject: Mapping[str, str | int | float],
     outcome: Outcome,
@@ -294,7 +349,9 @@ def _record(
     started: str,
     metrics: Mapping[str, float] | None = None,
 ) -> Evidence:
-    whole = {"kind": "gate", "fixture": "generated", "reference": reference_digest()}
+    whole: Subject = {"kind": "gate", "fixture": "generated", "reference": reference_digest()}
+    if subject.get("backend") == "cpu":
+        whole["binary"] = binary()[0]
     if outcome is Outcome.PASSED and environment.is_software:
         outcome, reason = Outcome.DIAGNOSTIC, f"{environment.device} is a software device"
     return Evidence(
@@ -314,22 +371,28 @@ def _judge(plan: Plan, backend: Backend, environment: Environment) -> Evidence:
     started = utc_now()
     case = plan.cases[0]
     key, value = pair(case)
-    subject: dict[str, str | int | float] = {
+    subject: Subject = {
         "check": plan.check, "variant": plan.variant, "backend": backend.name,
         "format": plan.title, "key": key.name, "value": value.name, "op": case.op,
-        "head_dim": case.head_dim, "cases": len(plan.cases),
+        "head_dim": case.head_dim, "n_heads": case.num_heads, "n_kv_heads": case.num_kv_heads,
+        "n_tokens": case.n_kv, "seed": case.seed, "cases": len(plan.cases),
     }  # fmt: skip
+    subject |= _identity(*dict.fromkeys((key, value)))
     for one in plan.cases:
         for fmt, width in zip(
             pair(one), (one.head_dim, one.head_dim_v or one.head_dim), strict=True
         ):
-            refused = backend.refuses("encode", fmt, width) or backend.refuses(one.op, fmt, width)
+            op = "decode" if one.op == "dot" else one.op
+            refused = backend.refuses("encode", fmt, width) or backend.refuses(op, fmt, width)
             if refused:
                 return _record(
                     subject, Outcome.REFUSED, refused, environment, backend.digest(), started
                 )
-    subject["kernel"] = backend.kernel(case.op, key, case.head_dim)
-    exams = [examine(one, backend) for one in plan.cases]
+    subject["kernel"] = backend.kernel(
+        "decode" if case.op == "dot" else case.op, key, case.head_dim
+    )
+    look = routes.examine_cache if plan.check == "cache" else examine
+    exams = [look(one, backend) for one in plan.cases]
     outcome, reason, metrics = _fold(exams)
     return _record(subject, outcome, reason, environment, backend.digest(), started, metrics)
 
@@ -342,12 +405,19 @@ def _fold(exams: Sequence[Examination]) -> tuple[Outcome, str | None, dict[str, 
             worse = min if name in ("correlation", "guarded") else max
             metrics[name] = worse(value, metrics.get(name, value))
     metrics["outputs"] = sum(exam.outputs for exam in exams)
+    metrics["outputs_expected"] = sum(exam.expected for exam in exams)
     missed = [(exam, finding) for exam in exams for finding in exam.failed]
-    if not exams or not metrics["outputs"] or missed:
-        texts = [f"{f.rule}: {f.text} ({e.case})" for e, f in missed[:3]]
-        if len(missed) > 3:
-            texts.append(f"and {len(missed) - 3} more")
-        return Outcome.FAILED, "; ".join(texts) or "no outputs were compared", metrics
+    texts = [f"{f.rule}: {f.text} ({e.case})" for e, f in missed[:3]]
+    if len(missed) > 3:
+        texts.append(f"and {len(missed) - 3} more")
+    if not metrics["outputs"]:
+        texts.append("no outputs were compared")
+    elif metrics["outputs"] < metrics["outputs_expected"]:
+        texts.append(
+            f"only {metrics['outputs']} of {metrics['outputs_expected']} outputs were compared"
+        )
+    if texts:
+        return Outcome.FAILED, "; ".join(texts), metrics
     return Outcome.PASSED, None, metrics
 
 
@@ -364,10 +434,13 @@ def row(record: Evidence) -> dict[str, Any]:
         "fixture": subject.get("fixture"),
         "outcome": str(record.outcome),
         "reason": record.reason,
+        "required": bool(subject.get("required", 1)),
         "worst_error": metrics.get("wrong_rows") if encoded else metrics.get("nmse"),
         "bound": 0.0 if encoded else metrics.get("bound"),
         "outputs": int(metrics.get("outputs", 0)),
+        "outputs_expected": int(metrics.get("outputs_expected", 0)),
         "kernel": subject.get("kernel"),
+        "binary": subject.get("binary"),
         "evidence": record.id,
     }
 
@@ -384,8 +457,75 @@ def verify(
 
 
 def outcome_of(results: Iterable[Mapping[str, Any]]) -> Outcome:
-    """Aggregate outcome of `verify` results (evidence.exit_code gives the exit code)."""
-    return aggregate(Outcome(r["outcome"]) for r in results)
+    """Aggregate outcome of `verify` results (evidence.exit_code gives the exit code).
+
+    What could not be run and was not required is left out; nothing else is, and nothing left is
+    FAILED.
+    """
+    return aggregate(
+        Outcome(r["outcome"])
+        for r in results
+        if r["outcome"] != Outcome.NOT_RUN or r.get("required", True)
+    )
+
+
+def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `kvproof verify` says of its results: a table of check x backend with the outcome, the
+    error nearest to (or farthest beyond) its bound, and counts; what did not pass and why; checks
+    and outputs counted apart."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for r in results:
+        groups.setdefault((r["check"] or "", r["backend"] or ""), []).append(r)
+    table = []
+    for (check, backend), rows in groups.items():
+        measured = [r for r in rows if r["worst_error"] is not None and r["bound"] is not None]
+        worst = max(measured, key=lambda r: r["worst_error"] / (r["bound"] or 1e-300), default={})
+        table.append(
+            {
+                "check": check, "backend": backend,
+                "outcome": str(aggregate(Outcome(r["outcome"]) for r in rows)),
+                "worst_error": worst.get("worst_error"), "bound": worst.get("bound"),
+                "worst_format": worst.get("format"), "rows": len(rows),
+                "outputs": sum(r["outputs"] for r in rows),
+                "outputs_expected": sum(r["outputs_expected"] for r in rows),
+            }
+        )  # fmt: skip
+    named: dict[str, set[str]] = {}
+    for line in table:
+        named.setdefault(line["check"], set()).add(line["outcome"])
+    passed = {check for check, outcomes in named.items() if outcomes == {str(Outcome.PASSED)}}
+    mutants = [r for r in results if r["check"] == "mutants"]
+    return {
+        "table": table,
+        "not_passed": _not_passed(results),
+        "eight": {"passed": len(passed & set(EIGHT)), "of": len(EIGHT)},
+        "checks": {"passed": len(passed), "of": len(named)},
+        "outputs": sum(r["outputs"] for r in results),
+        "outputs_expected": sum(r["outputs_expected"] for r in results),
+        "mutants": {
+            "caught": sum(r["outcome"] == Outcome.PASSED for r in mutants),
+            "of": len(mutants), "kinds": len({r["variant"] for r in mutants}),
+            "survivors": [f"{r['variant']} {r['format']}" for r in mutants
+                          if r["outcome"] != Outcome.PASSED],
+        },
+    }  # fmt: skip
+
+
+def _not_passed(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for every reason, worst first; what it concerns is named once."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for r in results:
+        if r["outcome"] != Outcome.PASSED:
+            parts = (r["check"], r["backend"], r["variant"], r["format"], r["head_dim"])
+            where = " ".join(str(part) for part in parts if part)
+            lines.setdefault((r["outcome"], r["reason"]), []).append(where)
+    worst = sorted(lines, key=lambda line: WORST_FIRST.index(Outcome(line[0])))
+    texts = []
+    for outcome, reason in worst:
+        places = lines[outcome, reason]
+        more = f" and {len(places) - 1} more" if places[1:] else ""
+        texts.append(f"{outcome}: {places[0]}{more}: {reason}")
+    return texts
 
 
 def verify_evidence(
@@ -394,47 +534,54 @@ def verify_evidence(
     fixtures: str | Path | None = None,
     formats: Sequence[str] | None = None,
     progress: Progress | None = None,
+    captured: Captured | None = None,
 ) -> list[Evidence]:
-    """Run the gate: named checks (default: all that this version has) on named backends.
+    """Run the gate: named checks (default: all) on named backends, for named formats.
 
-    `fixtures` is a folder of public fixture files, reproduced by the reference decoder. Unknown
-    names and unreadable fixtures raise RequestError; a backend that is absent is NOT_RUN, and so
-    is a check by name whose format this version lacks. A selection that is empty is FAILED.
+    `captured` yields (model, its rows or why there are none): `kvproof.captured.known`.
+
+    `fixtures` is a folder of public fixture files, reproduced by the reference and by the kernels.
+    Unknown names and unreadable fixtures raise RequestError; a backend that is absent is NOT_RUN.
+    A selection that is empty is FAILED.
     """
     say = progress or (lambda text: None)
     for check in checks or ():
-        if check not in CHECKS and check not in LATER:
-            raise RequestError(
-                f"--check {check}: unknown; choose from {', '.join([*CHECKS, *LATER])}"
-            )
+        if check not in CHECKS:
+            raise RequestError(f"--check {check}: unknown; choose from {', '.join(CHECKS)}")
     wanted = tuple(dict.fromkeys(checks)) if checks is not None else CHECKS
     rows = [format_named(f) for f in formats] if formats is not None else list(all_formats())
     named = backend_registry.names() if backends in ("all", ["all"], ("all",)) else backends
     names = [named] if isinstance(named, str) else list(dict.fromkeys(named))
-
-    for name in names:
-        with contextlib.suppress(Refused):  # becomes NOT_RUN below; an unknown name ends here
-            backend_registry.get(name)
-    published = wanted
-    if formats is not None and checks is None and fixtures is None:
-        known = {CHECK_OF.get(f.name) for f in rows}
-        published = tuple(c for c in wanted if c not in FIXTURE_BLOCK or c in known)
-    done = _fixture_records(published, checks, fixtures, say)
+    found: dict[str, Backend] = {}
+    absent: dict[str, str] = {}
     for name in names:
         try:
-            backend = backend_registry.get(name)
+            found[name] = backend_registry.get(name)
         except Refused as refused:
-            done += [_absent({"check": c, "backend": name}, str(refused)) for c in wanted]
+            absent[name] = str(refused)
+    files = public.read(Path(fixtures)) if fixtures is not None else []
+
+    done: list[Evidence] = []
+    if "self_test" in wanted and (formats is None or checks is not None):
+        done += _self_test_records(say)
+    if fixtures is not None:
+        done += _fixture_records(files, Path(fixtures), checks, list(found.values()), say)
+    for name in names:
+        if name in absent:
+            own = [check for check in wanted if check != "self_test"]
+            done += [_not_run({"check": c, "backend": name}, absent[name]) for c in own]
             continue
+        backend = found[name]
         environment = _here(backend)
-        for check in (c for c in wanted if c in LATER):
-            reason = f"format {LATER[check]} is not in this version of kvproof"
-            done.append(_absent({"check": check, "backend": name, "format": LATER[check]}, reason))
-        for plan in plans(wanted, rows):
+        for plan in plans(wanted, rows, name == "reference"):
             say(f"{name}: {plan.check} {plan.variant} {plan.title} {plan.cases[0].head_dim}")
             done.append(_judge(plan, backend, environment))
-        if "mutants" in wanted:
-            done += mutant_evidence(backend, rows, say)
+        if "captured" in wanted:
+            done += _captured_records(backend, rows, say, checks is not None, captured)
+        for check, records in _WHOLE_CHECKS.items():
+            if check in wanted:
+                asked = checks is not None or check not in OPTIONAL
+                done += records(backend, rows, say, asked)
     if not done:
         empty = (
             f"nothing to check: {', '.join(wanted)} has no case of "
@@ -449,53 +596,339 @@ def verify_evidence(
     return done
 
 
-def _absent(subject: Mapping[str, str | int | float], reason: str) -> Evidence:
+def _not_run(subject: Mapping[str, str | int | float], reason: str) -> Evidence:
     return _record(subject, Outcome.NOT_RUN, reason, Environment.current(), "", utc_now())
 
 
-def _fixture_records(
-    wanted: Sequence[str], asked: Sequence[str] | None, folder: str | Path | None, say: Progress
-) -> list[Evidence]:
-    """The reference against published scores, and against the fixture files of a folder."""
-    kernels = tuple(k for k in FIXTURE_BLOCK if k in wanted)
-    found = read_fixtures(Path(folder), kernels) if folder is not None else []
-    environment = Environment.current({"device": "NumPy float64", "isa": "numpy"})
-    records = []
+# ---- checks that are more than cases on one backend ----------------------------------------------
 
-    def add(check: str, subject: dict[str, str | int | float], exam: Examination) -> None:
-        say(f"reference: {check} {subject['variant']} {subject['fixture']}")
-        outcome, reason, metrics = _fold([exam])
-        name = "tbq4_0" if check == "turbo4" else "turbo3"
-        whole = {"check": check, "backend": "reference", "format": name, "op": "scores"} | subject
-        records.append(
-            _record(whole, outcome, reason, environment, reference_digest(), utc_now(), metrics)
-        )
 
-    for check in kernels:
-        exam = Examination(Case("scores", "tbq4_0"))
-        _self_test(check, exam)
-        add(check, {"variant": "self-test", "fixture": "published", "head_dim": 128}, exam)
-    for fixture in found:
-        exam = Examination(Case("scores", "tbq4_0", head_dim=fixture.head_dim))
-        _reproduce(fixture, exam)
-        digest = hashlib.sha256(fixture.path.read_bytes()).hexdigest()
-        subject: dict[str, str | int | float] = {
-            "variant": "fixture", "fixture": fixture.path.name, "head_dim": fixture.head_dim,
-            "fixture_sha256": digest,
+def _folded(
+    subject: Mapping[str, str | int | float],
+    exams: Sequence[Examination],
+    environment: Environment,
+    digest: str,
+    started: str,
+) -> Evidence:
+    outcome, reason, metrics = _fold(exams)
+    return _record(subject, outcome, reason, environment, digest, started, metrics)
+
+
+def _reference_environment() -> Environment:
+    return Environment.current({"device": "NumPy float64", "isa": "numpy"})
+
+
+def _self_test_records(say: Progress) -> list[Evidence]:
+    """The reference against published scores and against itself (gate.md section 4)."""
+    environment, records = _reference_environment(), []
+    for variant, fmt, exam in public.self_test():
+        started = utc_now()
+        say(f"reference: self_test {variant}")
+        subject: Subject = {
+            "check": "self_test", "variant": variant, "backend": "reference", "format": fmt,
+            "op": "scores", "head_dim": public.GROUP, "fixture": "published",
         }  # fmt: skip
-        add(fixture.kernel, subject, exam)
-    if folder is not None:
-        held = {fixture.kernel for fixture in found}
-        lacking = [k for k in kernels if k not in held and (asked is not None or not held)]
-        for check in lacking:
-            reason = f"--fixtures {folder}: holds no {check} fixture"
-            records.append(
-                _record(
-                    {"check": check, "variant": "fixture", "backend": "reference"},
-                    Outcome.FAILED, reason, environment, "", utc_now(),
-                )
-            )  # fmt: skip
+        records.append(_folded(subject, [exam], environment, reference_digest(), started))
     return records
+
+
+def _fixture_records(
+    files: Sequence[public.Fixture],
+    folder: Path,
+    asked: Sequence[str] | None,
+    backends: Sequence[Backend],
+    say: Progress,
+) -> list[Evidence]:
+    """Every file of a folder by the reference, and by the kernels of the given backends."""
+    records = []
+    on: list[tuple[Backend | None, Environment]] = [(None, _reference_environment())]
+    on += [(b, _here(b)) for b in backends if b.name != "reference"]
+    held = set()
+    for file in files:
+        shown = {part.check for part in file.parts}
+        held |= shown
+        if asked is not None and not shown & set(asked):
+            continue
+        for backend, environment in on:
+            name = "reference" if backend is None else backend.name
+            digest = reference_digest() if backend is None else backend.digest()
+            common: Subject = {
+                "backend": name, "fixture": file.path.name, "head_dim": public.GROUP,
+                "fixture_sha256": file.sha256,
+            }  # fmt: skip
+            for check in dict.fromkeys(part.check for part in file.parts):
+                parts = [p for p in file.parts if p.check == check]
+                if backend is not None:
+                    parts = [p for p in parts if not p.legacy]
+                if not parts or (asked is not None and check not in asked):
+                    continue
+                started = utc_now()
+                say(f"{name}: {check} fixture {file.path.name}")
+                exams = [public.examine_part(part, backend) for part in parts]
+                subject = common | {
+                    "check": check, "variant": "fixture", "format": parts[0].name,
+                    "op": "attention" if parts[0].value else "scores",
+                }  # fmt: skip
+                subject |= _identity(parts[0].key)
+                records.append(_folded(subject, exams, environment, digest, started))
+            started = utc_now()
+            exam = public.examine_bytes(file, backend)
+            if exam is not None:
+                subject = common | {
+                    "check": file.parts[0].check, "variant": "fixture bytes", "op": "encode",
+                    "format": file.parts[0].name,
+                }  # fmt: skip
+                records.append(_folded(subject, [exam], environment, digest, started))
+    checks_of_files = {*EIGHT, *FUSED_ROUTES}
+    lacking = [c for c in asked or () if c in checks_of_files - held]
+    if not files and asked is None:
+        lacking = ["fixtures"]
+    for check in lacking:
+        what = "file" if check == "fixtures" else check
+        records.append(
+            _record(
+                {"check": check, "variant": "fixture", "backend": "reference"}, Outcome.FAILED,
+                f"--fixtures {folder}: holds no {what} fixture", _reference_environment(), "",
+                utc_now(),
+            )
+        )  # fmt: skip
+    return records
+
+
+def _variants(backend: Backend) -> list[tuple[str, Backend]]:
+    """A backend once for each of the kernel sets that this machine can run, with a name of each."""
+    if backend.name != "cpu":
+        return [(backend.name, backend)]
+    from kvproof.backends.cpu import CpuBackend, isas
+
+    return [(f"cpu {isa}", CpuBackend(isa)) for isa, here in isas().items() if here]
+
+
+def _cross_records(
+    backend: Backend, rows: Sequence[Format], say: Progress, asked: bool
+) -> list[Evidence]:
+    """Rows encoded by A, attended to by B, for all A that are not B; B is this backend."""
+    known = []
+    for name in backend_registry.names():
+        with contextlib.suppress(Refused):
+            known += _variants(backend_registry.get(name))
+    records = []
+    for reader, attender in _variants(backend):
+        environment = _here(attender)
+        for writer, encoder in known:
+            if writer == reader:
+                continue
+            for fmt in rows:
+                started, value = utc_now(), _as_value(fmt)
+                n = max(64, fmt.multiple)
+                say(f"{reader}: cross {fmt.name} encoded on {writer}")
+                subject: Subject = {
+                    "check": "cross", "variant": f"{writer} to {reader}",
+                    "backend": backend.name, "format": fmt.name, "op": "attention", "head_dim": n,
+                    "encoder": writer, "encoder_digest": encoder.digest(),
+                }  # fmt: skip
+                subject |= _identity(fmt)
+                refused = encoder.refuses("encode", fmt, n) or next(
+                    filter(None, (attender.refuses(op, fmt, n) for op in ("encode", "attention"))),
+                    None,
+                )
+                if refused:
+                    records.append(
+                        _record(
+                            subject, Outcome.REFUSED, refused, environment, attender.digest(),
+                            started,
+                        )
+                    )  # fmt: skip
+                    continue
+                both = Broken(attender, encode=encoder.encode)
+                case = Case(
+                    "attention", fmt.name, value.name, head_dim=n, num_heads=4, num_kv_heads=2,
+                    n_kv=70, n_q=3,
+                )  # fmt: skip
+                exams = [examine(one, both) for one in (case, replace(case, inputs="mixed"))]
+                exams.append(_same_bytes(replace(case, op="encode"), encoder, attender))
+                subject["kernel"] = attender.kernel("attention", fmt, n)
+                records.append(_folded(subject, exams, environment, attender.digest(), started))
+    if not records:
+        subject = {"check": "cross", "backend": backend.name}
+        records.append(_not_run(subject, "there is no second backend on this machine"))
+    return records
+
+
+def _same_bytes(case: Case, a: Backend, b: Backend) -> Examination:
+    exam = Examination(case)
+    fmt, arrays = format_named(case.key), case.arrays()
+    try:
+        one, two = (
+            np.asarray(backend.encode(fmt, arrays.k, scale=arrays.k_scale)) for backend in (a, b)
+        )
+    except KERNEL_ERRORS as error:
+        exam.note("crash", False, f"encode raised {type(error).__name__}: {error}")
+        return exam
+    exam.expected = exam.outputs = one.size
+    ties, wrong = differences(fmt, arrays.k, arrays.k_scale, one, two)
+    exam.note("bytes", wrong == 0 and ties <= 1, f"{wrong} rows differ, {ties} more only at ties")
+    return exam
+
+
+def _dispatch_records(
+    backend: Backend, rows: Sequence[Format], say: Progress, asked: bool
+) -> list[Evidence]:
+    """The nine public routes through the caches that users run."""
+    environment, records = _here(backend), []
+    names = {f.name for f in rows}
+    for route in routes.ROUTES:
+        if not {route.key, route.value} <= names | {"f16"}:
+            continue
+        for n in routes.WIDTHS:
+            for entry in routes.ENTRIES:
+                started = utc_now()
+                say(f"{backend.name}: dispatch {route.name} {entry} {n}")
+                key = format_named(route.key)
+                subject: Subject = {
+                    "check": "dispatch", "variant": f"{route.name} {entry}",
+                    "backend": backend.name, "format": route.title, "op": "attention",
+                    "head_dim": n, "kernel": backend.kernel("attention", key, n),
+                }  # fmt: skip
+                subject |= _identity(key)
+                refused = routes.refused(route, n, backend)
+                if refused:
+                    records.append(
+                        _record(
+                            subject, Outcome.REFUSED, refused, environment, backend.digest(),
+                            started,
+                        )
+                    )  # fmt: skip
+                    continue
+                lacking = routes.lacking(entry)
+                if lacking:
+                    records.append(_not_run(subject | {"required": int(asked)}, lacking))
+                    continue
+                exam = routes.examine(route, n, entry, backend)
+                records.append(_folded(subject, [exam], environment, backend.digest(), started))
+    return records
+
+
+@functools.cache
+def binary() -> tuple[str, str]:
+    """("shipped", file) if the loaded kernels are the file that the installed wheel's RECORD lists,
+    by digest; ("source", why) where no wheel is installed; ("changed", why) where they differ."""
+    try:
+        import kvproof._kernels as kernels
+    except ModuleNotFoundError:
+        return "source", "there are no compiled kernels"
+    loaded = Path(kernels.__file__).resolve()
+    try:
+        files = metadata.distribution("kvproof").files or []
+    except metadata.PackageNotFoundError:
+        return "source", "kvproof is not installed"
+    for file in files:
+        if Path(str(file.locate())).resolve() == loaded:
+            if file.hash is None or file.hash.mode != "sha256":
+                return "changed", f"RECORD has no SHA-256 of {file}"
+            digest = hashlib.sha256(loaded.read_bytes()).digest()
+            if base64.urlsafe_b64encode(digest).decode().rstrip("=") == file.hash.value:
+                return "shipped", str(file)
+            return "changed", f"{loaded} is not the file that RECORD lists"
+    return "source", "not an installed wheel"
+
+
+def _captured_records(
+    backend: Backend, rows: Sequence[Format], say: Progress, asked: bool, captured: Captured | None
+) -> list[Evidence]:
+    """Rows of real models: bytes, parity, and the output error by layer and head, worst first."""
+    base: Subject = {
+        "check": "captured", "backend": backend.name, "op": "attention", "required": int(asked),
+    }  # fmt: skip
+    if backend.name == "reference":
+        reason = "captured rows are for kernels; the reference is what they are held to"
+        return [_not_run(base, reason)] if asked else []
+    if captured is None:
+        return [_not_run(base, "no rows were given: `kvproof verify` captures them")]
+    environment, records = _here(backend), []
+    for model, found in captured(say):
+        if isinstance(found, str):
+            records.append(_not_run(base | {"variant": model}, found))
+            continue
+        widths = {w for x in found.layers for w in (x.rows.k.shape[-1], x.rows.v.shape[-1])}
+        for fmt in rows:
+            if any(fmt.refuses(n, "key") for n in widths):
+                continue
+            started, value = utc_now(), _as_value(fmt)
+            say(f"{backend.name}: captured {model} {fmt.name}")
+            subject = base | {
+                "variant": model, "fixture": "captured", "format": fmt.name,
+                "head_dim": max(widths), "n_tokens": found.tokens, "layers": len(found.layers),
+                "model_sha256": found.model, "text_sha256": found.text,
+                "kernel": backend.kernel("attention", fmt, max(widths)),
+            }  # fmt: skip
+            subject |= _identity(fmt)
+            refused = [
+                why
+                for f in (fmt, value)
+                for n in widths
+                for op in ("encode", "attention")
+                if (why := backend.refuses(op, f, n))
+            ]
+            if refused:
+                records.append(
+                    _record(
+                        subject, Outcome.REFUSED, refused[0], environment, backend.digest(),
+                        started,
+                    )
+                )  # fmt: skip
+                continue
+            exams, by_head = [], []
+            for layer in found.layers:
+                exam, errors = examine_rows(model, fmt, value, layer, backend)
+                exams.append(exam)
+                by_head += [(e, f"layer {layer.rows.index} head {h}") for h, e in enumerate(errors)]
+            worst = sorted(by_head, reverse=True)[:3]
+            subject["worst_first"] = ", ".join(f"{where} {error:.1e}" for error, where in worst)
+            records.append(_folded(subject, exams, environment, backend.digest(), started))
+    return records
+
+
+def observe_captured(backend: Backend, captured: Captured) -> dict[tuple[str, str], float]:
+    """Worst output error by model and format on captured rows (see rules.CAPTURED)."""
+    worst: dict[tuple[str, str], float] = {}
+    for model, found in captured(lambda _: None):
+        if isinstance(found, str):
+            raise RequestError(f"{model}: {found}")
+        for fmt in all_formats():
+            if any(fmt.refuses(x.rows.k.shape[-1], "key") for x in found.layers):
+                continue
+            errors = [
+                e
+                for layer in found.layers
+                for e in examine_rows(model, fmt, _as_value(fmt), layer, backend)[1]
+            ]
+            worst[model, fmt.name] = max(errors)
+    return worst
+
+
+def _shipped_records(
+    backend: Backend, rows: Sequence[Format], say: Progress, asked: bool
+) -> list[Evidence]:
+    """Whether the kernels under test are the ones of the installed wheel."""
+    started, subject = utc_now(), {"check": "shipped", "variant": "shipped", "op": "encode"}
+    if backend.name != "cpu":  # the reference ships as the sources that ran
+        return []
+    kind, what = binary()
+    whole: Subject = {**subject, "backend": "cpu", "required": int(asked), "file": what}
+    if kind == "source":
+        return [_not_run(whole, what)]
+    exam = Examination(Case("encode", "f16"))
+    exam.expected = exam.outputs = 1
+    exam.most("wrong_rows", float(kind != "shipped"))
+    exam.note("bytes", kind == "shipped", what)
+    return [_folded(whole, [exam], _here(backend), backend.digest(), started)]
+
+
+def _mutant_records(
+    backend: Backend, rows: Sequence[Format], say: Progress, asked: bool
+) -> list[Evidence]:
+    return mutant_evidence(backend, rows, say)
 
 
 def mutant_evidence(
@@ -512,7 +945,7 @@ def mutant_evidence(
         started = utc_now()
         exam = mutant.examine(backend)
         caught = mutant.caught(exam)
-        subject: dict[str, str | int | float] = {
+        subject: Subject = {
             "check": "mutants", "variant": mutant.name, "backend": backend.name,
             "op": mutant.case.op, "format": mutant.case.key, "head_dim": mutant.case.head_dim,
             "rules": ",".join(sorted(mutant.rules)),
@@ -524,13 +957,25 @@ def mutant_evidence(
                 f"survived: expected to fail by {', '.join(sorted(mutant.rules))}, failed by "
                 f"{', '.join(sorted(exam.rules_failed)) or 'nothing'} ({mutant.case})"
             )
+        figures = {"outputs": exam.outputs, "outputs_expected": exam.outputs}
         records.append(
             _record(
                 subject, Outcome.PASSED if caught else Outcome.FAILED, reason, environment,
-                backend.digest(), started, {"outputs": exam.outputs},
+                backend.digest(), started, figures,
             )
         )  # fmt: skip
     return records
+
+
+_WHOLE_CHECKS: dict[str, Callable[[Backend, Sequence[Format], Progress, bool], list[Evidence]]] = {
+    "cross": _cross_records,
+    "dispatch": _dispatch_records,
+    "shipped": _shipped_records,
+    "mutants": _mutant_records,
+}
+
+
+# ---- one candidate -------------------------------------------------------------------------------
 
 
 def gate_evidence(

@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import kvproof.formats as formats
+from kvproof import routes
 from kvproof.backends import Backend
+from kvproof.cache import KVCache, LayerCache
 from kvproof.cases import Case, Floats
-from kvproof.formats import Format
+from kvproof.formats import Format, tcq
 from kvproof.formats import get as format_named
-from kvproof.rotation import Rotation
+from kvproof.rotation import Rotation, projection
 from kvproof.rules import (
     REFERENCE,
     TRUTH_KEYS,
@@ -29,6 +32,7 @@ from kvproof.rules import (
     decode_turbo3,
     examine,
     rotate128,
+    scale_at,
     true_scores,
 )
 
@@ -60,10 +64,11 @@ class Mutant:
     build: Build
     reference: Reference = REFERENCE
     passes: frozenset[str] = frozenset()  # rules that must not see it: why the others exist
+    look: Callable[[Case, Any, Reference], Examination] = examine
 
     def examine(self, backend: Backend) -> Examination:
         """The gate's examination of the broken backend."""
-        return examine(self.case, self.build(backend), self.reference)
+        return self.look(self.case, self.build(backend), self.reference)
 
     def caught(self, exam: Examination) -> bool:
         """Whether every rule named caught it, and none that must not see it did."""
@@ -163,6 +168,11 @@ def _stale(inner: Backend) -> Broken:
     return Broken(inner, scores=scores)
 
 
+def _nan_lane(out: Floats) -> Floats:
+    out[..., 3::8] = np.nan
+    return out
+
+
 def _into(write: Callable[[Floats, Floats], None]) -> Build:
     """Attention into a caller's buffer, written by `write(buffer, result)`."""
 
@@ -178,6 +188,10 @@ def _into(write: Callable[[Floats, Floats], None]) -> Build:
 
 def _all_but_last(out: Floats, result: Floats) -> None:
     out[:-1] = result[:-1]
+
+
+def _all_but_last_value(out: Floats, result: Floats) -> None:
+    out.reshape(-1)[:-1] = result.reshape(-1)[:-1]
 
 
 def _all_but_last_head(out: Floats, result: Floats) -> None:
@@ -204,11 +218,13 @@ def _code_bytes(fmt: Format, blocks: Bytes) -> tuple[Bytes, slice]:
     """Blocks as `[..., blocks, bytes]` (a copy) and where their codes lie."""
     size = fmt.block_bytes or blocks.shape[-1]
     b = np.array(blocks).reshape(*blocks.shape[:-1], -1, size)
-    return b, slice(2, None) if fmt.block_size else slice(0, -2)
+    scale = _scale_bytes(fmt)
+    return b, slice(2, None) if scale.start == 0 else slice(0, scale.start)
 
 
 def _scale_bytes(fmt: Format) -> slice:
-    return slice(0, 2) if fmt.block_size else slice(-2, None)
+    """Where a block's scale lies: two bytes, or the one byte of a logarithmic unit."""
+    return scale_at(fmt) or slice(-1, None)
 
 
 def _swap_nibbles(fmt: Format, blocks: Bytes) -> Bytes:
@@ -228,9 +244,120 @@ def _big_endian_scale(fmt: Format, blocks: Bytes) -> Bytes:
     b, _ = _code_bytes(fmt, blocks)
     at = _scale_bytes(fmt)
     swapped = b[..., at][..., ::-1].copy()
-    swapped[(swapped[..., 1] & 0x7C) == 0x7C] = 0  # not the NaNs: those the kernel refuses
+    if fmt.name == "qjl1_256":
+        swapped[..., 1] &= 0x3F  # a bf16 of a large exponent would only overflow
+    else:
+        swapped[(swapped[..., 1] & 0x7C) == 0x7C] = 0  # not the NaNs: those the kernel refuses
     b[..., at] = swapped
     return b.reshape(blocks.shape)
+
+
+def _two_bits(fmt: Format, blocks: Bytes) -> Bytes:
+    """4-bit codes through a mask of two bits."""
+    b, codes = _code_bytes(fmt, blocks)
+    b[..., codes] &= 0x33
+    return b.reshape(blocks.shape)
+
+
+def _rolled_bits(first: int, last: int, by: int) -> Callable[[Format, Bytes], Bytes]:
+    """Bits [first, last) of every block moved on by some."""
+
+    def spoil(fmt: Format, blocks: Bytes) -> Bytes:
+        whole = blocks.reshape(*blocks.shape[:-1], -1, fmt.block_bytes or blocks.shape[-1])
+        bits = np.unpackbits(whole, axis=-1, bitorder="little")
+        bits[..., first:last] = np.roll(bits[..., first:last], by, axis=-1)
+        return np.packbits(bits, axis=-1, bitorder="little").reshape(blocks.shape)
+
+    return spoil
+
+
+def _shift_path(fmt: Format, blocks: Bytes) -> Bytes:
+    """tcq's path bits read one step late."""
+    n = fmt.row_values(blocks.shape[-1])
+    bits = np.unpackbits(blocks, axis=-1, bitorder="little")
+    end = bits.shape[-1] - 8 * (fmt.unit_bytes + fmt.start_bytes)
+    path = slice(end - n, end)
+    bits[..., path] = np.roll(bits[..., path], 1, axis=-1)
+    return np.packbits(bits, axis=-1, bitorder="little")
+
+
+def _exchange_signs_and_norm(fmt: Format, blocks: Bytes) -> Bytes:
+    """qjl blocks read with the norm first."""
+    b = blocks.reshape(*blocks.shape[:-1], -1, 34)
+    out = np.concatenate([b[..., 2:], b[..., :2]], axis=-1)
+    out[..., 33] &= 0x3F  # a norm below 2: garbage, but finite
+    return out.reshape(blocks.shape)
+
+
+def _scale_of_the_next(fmt: Format, blocks: Bytes) -> Bytes:
+    """Every block with the scale of the one before it in its row, or of the row before."""
+    b, _ = _code_bytes(fmt, blocks)
+    at = _scale_bytes(fmt)
+    b[..., at] = np.roll(b[..., at], 1, axis=-2 if fmt.block_size else 0)
+    return b.reshape(blocks.shape)
+
+
+def _next_unit(fmt: Format, blocks: Bytes) -> Bytes:
+    """tcq's unit one step of its logarithmic table too large."""
+    b = np.array(blocks)
+    b[..., -1] += (b[..., -1] > 0) & (b[..., -1] < 255)
+    return b
+
+
+def _path_from_zero(fmt: Format, blocks: Bytes) -> Bytes:
+    """tcq's stored start of the path read as 0."""
+    b = np.array(blocks)
+    b[..., -2] = 0
+    return b
+
+
+def _no_start(fmt: Format, blocks: Bytes) -> Bytes:
+    """tbq3_tcq's six bits of start state read as 0."""
+    b = np.array(blocks).reshape(*blocks.shape[:-1], -1, 52)
+    b[..., 2] &= 0xC0
+    return b.reshape(blocks.shape)
+
+
+def _started_at_ones(inner: Backend) -> Broken:
+    """tcq decoded as if the path bits before a row were 1.
+
+    The subset is an XOR of path bits, so it changes only where taps reach before the row: at step
+    t by the parity of the taps beyond t.
+    """
+
+    def scores(fmt: Format, q: Floats, blocks: Bytes, scale: Any = None) -> Floats:
+        code = tcq.CODES[fmt.name]
+        book = np.asarray(code.book)
+        rows = fmt.decode_rotated(blocks)
+        order = tcq.time_order(rows.shape[-1])[: code.memory]
+        unit = tcq.UNITS[blocks[..., -1:]].astype(np.float64)
+        index = np.abs(rows[..., order] / unit - book[:, None, None, None]).argmin(axis=0)
+        steps = range(len(order))
+        taps = [(code.taps1 >> t + 1, code.taps0 >> t + 1) for t in steps]
+        flips = np.array([2 * (a.bit_count() & 1) + (b.bit_count() & 1) for a, b in taps])
+        rows[..., order] = book[index ^ flips] * unit
+        return true_scores(fmt.rotate(q), rows).astype(np.float32)
+
+    return Broken(inner, scores=scores)
+
+
+def _as_format(other: Callable[[Format], Format]) -> Build:
+    """Bytes read as those of another format of the same size."""
+
+    def build(inner: Backend) -> Broken:
+        def scores(fmt: Format, q: Floats, blocks: Bytes, scale: Any = None) -> Any:
+            return inner.scores(other(fmt), q, blocks, scale=scale)
+
+        return Broken(inner, scores=scores)
+
+    return build
+
+
+def _other_codebook(fmt: Format) -> Format:
+    """tbq3_tcq with the halves of its codebook exchanged: another digest, the same bytes."""
+    assert fmt.codebook is not None
+    make: Callable[[Floats], Format] = vars(formats)["tbq3_tcq"]
+    return make(np.roll(np.asarray(fmt.codebook, np.float32), 256))
 
 
 def _no_scale(fmt: Format, blocks: Bytes) -> Bytes:
@@ -272,6 +399,65 @@ def _unsigned(fmt: Format, q: Floats) -> Floats:
 def _unscaled(fmt: Format, q: Floats) -> Floats:
     assert isinstance(fmt.spin, Rotation)
     return (q * np.float32(np.sqrt(fmt.spin.parts(q.shape[-1])[0]))).astype(np.float32)
+
+
+def _skips_last_block(fmt: Format, q: Floats) -> Floats:
+    """A query without its last 32 (or, of a sketch, 64) stored values: their block is skipped."""
+    y = np.array(fmt.rotate(q))
+    y[..., -32 * y.shape[-1] // q.shape[-1] :] = 0
+    if fmt.spin is None or y.shape[-1] == q.shape[-1]:
+        return fmt.unrotate(y)
+    turned: Floats = (y @ np.linalg.pinv(fmt.spin.matrix(q.shape[-1]).T)).astype(np.float32)
+    return turned
+
+
+def _respun(first: int, last: int) -> Callable[[Format, Floats], Floats]:
+    """A query (or row) that R128 turns into what it gives with signs vectors exchanged or left
+    out: 1 is W1, 2 is W2, 0 none."""
+
+    def spoil(fmt: Format, x: Floats) -> Floats:
+        assert isinstance(fmt.spin, Rotation) and fmt.spin.signs_after is not None
+        n = x.shape[-1]
+        signs = (np.ones(n, np.float32), fmt.spin.signs(n), fmt.spin.signs_after(n))
+        turned = replace(fmt.spin, signs=lambda _: signs[first], signs_after=lambda _: signs[last])
+        return fmt.unrotate(turned.forward(x))
+
+    return spoil
+
+
+def _by_projection(id_: str) -> Build:
+    """A query sketched by another projection than the keys were."""
+
+    def build(inner: Backend) -> Broken:
+        def scores(fmt: Format, q: Floats, blocks: Bytes, scale: Any = None) -> Floats:
+            sketch = projection(id_).forward(q)
+            return true_scores(sketch, fmt.decode_rotated(blocks)).astype(np.float32)
+
+        return Broken(inner, scores=scores)
+
+    return build
+
+
+@dataclass(frozen=True)
+class ProjectionReference(Reference):
+    """A reference that sketches the query by the same wrong projection as the kernel."""
+
+    id: str = "fixture"
+
+    def scores(self, fmt: Format, q: Floats, blocks: Bytes, scale: Floats | None) -> Float64:
+        """Scores of the wrong sketch."""
+        return true_scores(projection(self.id).sketch(q), fmt.decode_rotated(blocks))
+
+
+@dataclass(frozen=True)
+class BlockReference(Reference):
+    """A reference that reads stored bytes as wrongly as the kernel."""
+
+    spoil: Callable[[Format, Bytes], Bytes] = _next_unit
+
+    def rows(self, fmt: Format, blocks: Bytes, scale: Floats | None) -> Float64:
+        """Rows of the spoiled bytes."""
+        return super().rows(fmt, self.spoil(fmt, blocks), scale)
 
 
 @dataclass(frozen=True)
@@ -333,6 +519,15 @@ def _single_row_differs(inner: Backend, fmt: Format, x: Floats, scale: Any) -> B
 
 def _accepts_nan(inner: Backend, fmt: Format, x: Floats, scale: Any) -> Bytes:
     return np.asarray(inner.encode(fmt, np.nan_to_num(x, posinf=1, neginf=-1), scale=scale))
+
+
+def _turned_encoder(spoil: Callable[[Format, Floats], Floats]) -> Build:
+    """An encoder whose rotation is another one."""
+    return encoder(lambda inner, fmt, x, scale: inner.encode(fmt, spoil(fmt, x), scale=scale))
+
+
+def _scale_of_the_next_row(inner: Backend, fmt: Format, x: Floats, scale: Any) -> Bytes:
+    return _scale_of_the_next(fmt, np.asarray(inner.encode(fmt, x, scale=scale)))
 
 
 def _last_row_empty(inner: Backend, fmt: Format, x: Floats, scale: Any) -> Bytes:
@@ -573,6 +768,109 @@ def _lse_of_powers_of_two(inner: Backend) -> Broken:
     return Broken(inner, attention=attention)
 
 
+# ---- caches ------------------------------------------------------------------------------------
+
+
+def caches(spoil: Callable[[LayerCache], None]) -> Build:
+    """Spoil the layers of a cache that runs on the backend."""
+
+    def build(inner: Backend) -> Broken:
+        def make_cache(*args: Any, **options: Any) -> KVCache:
+            cache = KVCache(*args, **options)
+            for layer in cache.owners:
+                spoil(layer)
+            return cache
+
+        return Broken(inner, make_cache=make_cache)
+
+    return build
+
+
+def _replace(layer: LayerCache, name: str, method: Callable[..., Any]) -> None:
+    setattr(layer, name, method)
+
+
+def _evicts_one_too_many(layer: LayerCache) -> None:
+    def drop() -> None:
+        assert layer.window is not None
+        layer._start = max(layer._start, layer._end - (layer.window - 2))
+
+    _replace(layer, "_drop_unseen", drop)
+
+
+def _first_row_lost(layer: LayerCache) -> None:
+    append = layer.append
+
+    def spoiled(k: Any, v: Any) -> None:
+        append(k, v)
+        layer._k[:, 0] = 0
+
+    _replace(layer, "append", spoiled)
+
+
+def _keys_for_values(layer: LayerCache) -> None:
+    append = layer.append
+    _replace(layer, "append", lambda k, v: append(v, k))
+
+
+def _crops_one_too_few(layer: LayerCache) -> None:
+    crop = layer.crop
+
+    def spoiled(length: int) -> None:
+        crop(min(length + 1, layer.length))
+        layer.length = length
+
+    _replace(layer, "crop", spoiled)
+
+
+def _scale_of_every_chunk(layer: LayerCache) -> None:
+    append = layer.append
+
+    def spoiled(k: Any, v: Any) -> None:
+        layer.k_scale = layer.v_scale = None
+        append(k, v)
+
+    _replace(layer, "append", spoiled)
+
+
+def _heads_reversed(layer: LayerCache) -> None:
+    attention = layer.attention
+    _replace(layer, "attention", lambda q, **given: attention(q[:, ::-1], **given))
+
+
+def _attends_to_decoded_rows(layer: LayerCache) -> None:
+    """The right numbers without the kernel: what a silent fallback does."""
+
+    def attention(q: Any, **given: Any) -> Floats:
+        f16 = format_named("f16")
+        rows = [
+            f16.encode(fmt.decode(np.ascontiguousarray(blocks)))
+            for fmt, blocks in ((layer.key, layer.k_blocks), (layer.value, layer.v_blocks))
+        ]
+        out: Floats = np.asarray(
+            layer.backend.attention(q, *rows, key="f16", value="f16", window=layer.window)
+        )
+        return out
+
+    _replace(layer, "attention", attention)
+
+
+def _f16_cache(inner: Backend) -> Broken:
+    """A cache that holds f16 whatever it was asked for."""
+
+    def make_cache(geometry: Any, key: str, value: str, backend: Any, **more: Any) -> KVCache:
+        return KVCache(geometry, "f16", "f16", backend, **more)
+
+    return Broken(inner, make_cache=make_cache)
+
+
+def _route(number: int) -> Callable[[Case, Any, Reference], Examination]:
+    def look(case: Case, backend: Any, reference: Reference) -> Examination:
+        return routes.examine(routes.ROUTES[number], case.head_dim, "LayerCache", backend)
+
+    return look
+
+
 # ---- the list ----------------------------------------------------------------------------------
 
 
@@ -586,9 +884,9 @@ def _truth(name: str) -> Case:
     return Case("scores", name, n_kv=TRUTH_KEYS, n_q=TRUTH_QUERIES)
 
 
-def _fused(name: str, **shape: Any) -> Case:
+def _fused(name: str, value: str = "", **shape: Any) -> Case:
     whole = {"n_kv": 70, "n_q": 5, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64} | shape
-    return Case("attention", name, name, **whole)
+    return Case("attention", name, value or name, **whole)
 
 
 def _mutants() -> tuple[Mutant, ...]:
@@ -597,6 +895,7 @@ def _mutants() -> tuple[Mutant, ...]:
     def add(
         name: str, rules: str, build: Build, *cases: Case, passes: str = "",
         reference: Reference = REFERENCE,
+        look: Callable[[Case, Any, Reference], Examination] = examine,
     ) -> None:  # fmt: skip
         for case in cases:
             found.append(
@@ -607,19 +906,24 @@ def _mutants() -> tuple[Mutant, ...]:
                     build,
                     reference,
                     frozenset(passes.split()),
+                    look,
                 )
             )
 
     four_bit, both = ("q4_0", "tbq4_0", "tq4"), (_scores("tq4"), _fused("tq4"))
-    rotated = ("tbq4_0", "tbq3_0", "tq4", "tq3")
+    tcqs, stored_start = ("tcq4", "tcq3", "tcq2_64"), ("tcq3_64", "tcq2", "tcq2_64")
+    rotated = ("tbq4_0", "tbq3_0", "tq4", "tq3", "tcq3", "tbq3_tcq", "q4_polar")
+    signed = tuple(name for name in rotated if name != "q4_polar")
     add("nan_in_one", "finite", outputs(_one_nan), *both, _fused("f16"))
     add("nan_in_all", "finite", outputs(lambda out: out * np.float32(np.nan)), *both)
+    add("nan_on_one_lane", "finite", outputs(_nan_lane), *both)
     add("zeros", "parity", outputs(np.zeros_like), *both, _fused("q8_0"))
     add("wrong_dtype", "shape", outputs(lambda out: out.astype(np.float64)), *both)
     add("wrong_shape", "shape", outputs(lambda out: out[:-1]), *both)
     add("no_output", "shape", outputs(lambda out: out[:0]), *both)
     add("stale_output", "parity", _stale, _scores("tq4"), _scores("f16"))
     add("last_row_unwritten", "finite", _into(_all_but_last), _fused("tq4"))
+    add("last_value_unwritten", "finite", _into(_all_but_last_value), _fused("tq4"))
     add("last_head_unwritten", "finite", _into(_all_but_last_head), _fused("tq4"))
     add("writes_past_the_end", "guard", _into(_one_past), _fused("tq4"))
     add("writes_before_the_start", "guard", _into(_one_before), _fused("tq4"))
@@ -628,7 +932,45 @@ def _mutants() -> tuple[Mutant, ...]:
     add("stream_shifted", "parity truth", key_blocks(_shift_stream), _truth("tbq3_0"))
     add("planes_swapped", "parity truth", key_blocks(_swap_planes), _truth("tq3"))
     add("turbo3_layout", "parity truth", _turbo3_layout, _truth("tbq3_0"))
-    scaled = ("q8_0", "q4_0", "tbq4_0", "tbq3_0", "tq4", "tq3")
+    add("two_bit_mask", "parity truth", key_blocks(_two_bits), *map(_truth, four_bit))
+    add("residual_always_on", "parity", _as_format(lambda _: format_named("q4_polar_res")),
+        _scores("q4_polar"))  # fmt: skip
+    add("residual_never", "parity", _as_format(lambda _: format_named("q4_polar")),
+        _scores("q4_polar_res"))  # fmt: skip
+    add("sign_plane_shifted", "parity truth", key_blocks(_rolled_bits(0, 256, 1)),
+        _truth("qjl1_256"))  # fmt: skip
+    add("signs_and_norm_exchanged", "parity truth", key_blocks(_exchange_signs_and_norm),
+        _truth("qjl1_256"))  # fmt: skip
+    add("path_shifted", "parity truth", key_blocks(_shift_path), *map(_truth, tcqs))
+    add("start_state_ignored", "parity", _started_at_ones, *map(_scores, tcqs))
+    add("start_state_ignored", "parity", key_blocks(_no_start), _scores("tbq3_tcq"))
+    add("start_state_ignored", "parity", key_blocks(_path_from_zero), *map(_scores, stored_start))
+    add("trellis_state_shifted", "parity truth", key_blocks(_rolled_bits(16, 408, 3)),
+        _truth("tbq3_tcq"))  # fmt: skip
+    add("codebook_of_another_digest", "parity truth", _as_format(_other_codebook),
+        _truth("tbq3_tcq"))  # fmt: skip
+    add("log_unit_off_by_one", "parity slope", key_blocks(_next_unit), *map(_truth, tcqs))
+    add("log_unit_off_by_one_in_reference_too", "slope", key_blocks(_next_unit),
+        *map(_truth, tcqs), passes="parity truth", reference=BlockReference())  # fmt: skip
+    add("wrong_projection", "parity truth", _by_projection("fixture"), _truth("qjl1_256"))
+    add("wrong_projection_in_reference_too", "truth slope", _by_projection("fixture"),
+        _truth("qjl1_256"), passes="parity", reference=ProjectionReference())  # fmt: skip
+    for label, first, last in (("w1_omitted", 0, 2), ("w2_omitted", 1, 0), ("w1_w2_swapped", 2, 1)):
+        spoil = _respun(first, last)
+        add(label, "parity truth", queries(spoil), _truth("tbq3_tcq"))
+        add(f"{label}_in_reference_too", "truth", queries(spoil), _truth("tbq3_tcq"),
+            passes="parity", reference=QueryReference(spoil))  # fmt: skip
+        add(f"{label}_in_encoder", "bytes", _turned_encoder(spoil), Case("encode", "tbq3_tcq"))
+    several = (("q8_0", 128), ("tbq4_0", 128), ("q4_polar", 256), ("tbq3_tcq", 256),
+               ("qjl1_256", 256), ("tq4", 128), ("tcq3", 128))  # fmt: skip
+    for name, n in several:
+        add("norm_of_another_block", "parity", key_blocks(_scale_of_the_next),
+            _scores(name, head_dim=n))  # fmt: skip
+        add("norm_stored_for_another_block", "bytes", encoder(_scale_of_the_next_row),
+            Case("encode", name, head_dim=n))  # fmt: skip
+    for name in ("q8_0", "tbq3_0", "q4_polar", "qjl1_256", "tq4", "tcq3"):
+        add("last_block_skipped", "parity truth", queries(_skips_last_block), _truth(name))
+    scaled = ("q8_0", "q4_0", "tbq4_0", "tbq3_0", "tq4", "tq3", "q4_polar", "tbq3_tcq", "qjl1_256")
     add("scale_big_endian", "parity", key_blocks(_big_endian_scale), *map(_scores, scaled))
     add("scale_dropped", "parity", key_blocks(_no_scale), *map(_scores, scaled))
     add("row_off_by_one", "parity", key_blocks(_next_row), *both, _scores("f16"))
@@ -639,18 +981,21 @@ def _mutants() -> tuple[Mutant, ...]:
             "query_not_rotated_in_reference_too", "truth", queries(_unturned), _truth(name),
             passes="parity", reference=QueryReference(),
         )  # fmt: skip
-        add("signs_omitted", "parity truth", queries(_unsigned), _truth(name))
-        add(
-            "signs_omitted_in_reference_too", "truth", queries(_unsigned), _truth(name),
-            passes="parity", reference=QueryReference(_unsigned),
-        )  # fmt: skip
-        add("signs_omitted_in_encoder", "bytes", encoder(_unsigned_encoder), Case("encode", name))
+        if name in signed:
+            add("signs_omitted", "parity truth", queries(_unsigned), _truth(name))
+            add(
+                "signs_omitted_in_reference_too", "truth", queries(_unsigned), _truth(name),
+                passes="parity", reference=QueryReference(_unsigned),
+            )  # fmt: skip
+            add("signs_omitted_in_encoder", "bytes", encoder(_unsigned_encoder),
+                Case("encode", name))  # fmt: skip
         add("root_n_factor", "parity slope", queries(_unscaled), _truth(name))
         add(
             "root_n_factor_in_reference_too", "slope", queries(_unscaled), _truth(name),
             passes="parity truth", reference=QueryReference(_unscaled),
         )  # fmt: skip
-        add("output_not_unrotated", "parity", _output_not_unrotated, _fused(name))
+        add("output_not_unrotated", "parity", _output_not_unrotated,
+            _fused(name, head_dim=128))  # fmt: skip
 
     many: dict[str, Any] = {"n_kv": 800, "num_kv_heads": 1}  # 102 400 values: few codes change
     add("encoder_uses_rounded_scale", "bytes", encoder(_rounded_scale),
@@ -671,7 +1016,9 @@ def _mutants() -> tuple[Mutant, ...]:
     add("shadow_copy_read", "floor truth", _shadow_copy, Case("decode", "tq4", n_kv=TRUTH_KEYS),
         passes="parity", reference=_SHADOW)  # fmt: skip
 
-    add("wrong_kv_head", "parity", _wrong_gqa, *both, _fused("f16", num_heads=9, num_kv_heads=3))
+    add("wrong_kv_head", "parity", _wrong_gqa, *both, _fused("f16", num_heads=9, num_kv_heads=3),
+        _scores("qjl1_256", num_heads=8, num_kv_heads=2),
+        _fused("qjl1_256", "tbq3_0", head_dim=128))  # fmt: skip
     add("no_causal_mask", "parity", options(lambda g: g | {"causal": False}), _fused("tq4"))
     add("causal_one_too_many", "parity", _sees(1), _fused("tq4"), _fused("f16"))
     add("causal_one_too_few", "parity", _sees(-1), _fused("tq4"), _fused("f16"))
@@ -693,10 +1040,11 @@ def _mutants() -> tuple[Mutant, ...]:
     add("fp8_value_scale_dropped", "parity", options(_scale_of_one), _fused("fp8_e4m3"))
     add("fp8_key_scale_dropped", "parity", options(_key_scale_of_one), _fused("fp8_e4m3"))
 
+    sizes: tuple[dict[str, Any], ...] = ({}, {"n_q": 1, "n_kv": 600})
     paged = [
-        _fused(name, page=24, phase=37, lse=True, **shape)
+        replace(_fused(name, page=24, phase=37, lse=True), **size)
         for name in ("tq4", "f16")
-        for shape in ({}, {"n_q": 1, "n_kv": 600})
+        for size in sizes
     ]
     placed = [replace(case, position=case.n_kv - 12) for case in paged]
     add("position_off_by_one", "parity", options(_position_plus_one), *placed)
@@ -710,6 +1058,27 @@ def _mutants() -> tuple[Mutant, ...]:
     add("phase_ignored", "parity", options(lambda g: g | {"phase": 0}), *paged)
     add("lse_without_the_maximum", "lse", _without_maximum, *paged, passes="parity")
     add("lse_in_powers_of_two", "lse", _lse_of_powers_of_two, *paged, passes="parity")
+
+    whole = _fused("tq4", "q8_0", n_q=1)
+    same = _fused("tq4", n_q=1)
+    short = _fused("tq4", "q8_0", n_q=1, window=16)
+    look = routes.examine_cache
+    add("cache_evicts_one_too_many", "parity sizes", caches(_evicts_one_too_many), short, look=look)
+    add("cache_loses_the_first_row", "parity", caches(_first_row_lost), whole, look=look)
+    add("cache_keeps_keys_as_values", "parity", caches(_keys_for_values), same, look=look)
+    add("cache_crops_one_too_few", "parity", caches(_crops_one_too_few), whole, look=look)
+    add("cache_scales_by_chunk", "parity", caches(_scale_of_every_chunk),
+        _fused("fp8_e4m3", n_q=1), look=look)  # fmt: skip
+    add("cache_reverses_heads", "parity", caches(_heads_reversed), whole, look=look)
+    add("cache_attends_to_decoded_rows", "witness", caches(_attends_to_decoded_rows), whole,
+        look=look)  # fmt: skip
+    add("cache_holds_f16", "sizes witness", _f16_cache, whole, look=look)
+    for number in (1, 7):
+        route = routes.ROUTES[number]
+        shown = Case("attention", route.key, route.value, num_heads=4, num_kv_heads=2, n_kv=8)
+        add("route_attends_to_decoded_rows", "witness", caches(_attends_to_decoded_rows), shown,
+            look=_route(number))  # fmt: skip
+        add("route_holds_f16", "sizes", _f16_cache, shown, look=_route(number))
     return tuple(found)
 
 

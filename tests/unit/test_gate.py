@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvproof import cases, gate, mutants, rules
+from kvproof import cases, gate, mutants, routes, rules
 from kvproof.backends.reference import ReferenceBackend
 from kvproof.cases import Case
 from kvproof.errors import RequestError
-from kvproof.evidence import Environment, Outcome, Store
+from kvproof.evidence import Environment, Outcome, Store, exit_code
 from kvproof.formats import all_formats
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "fixtures"
+ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ReferenceBackend()
 FIELDS = {
     "check", "variant", "backend", "format", "head_dim", "fixture", "outcome", "reason",
@@ -24,7 +24,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("check", ["turbo3", "turbo4", "row"])
 def test_a_check_passes_and_says_so_in_the_documented_fields(check):
-    results = gate.verify("reference", checks=[check])
+    results = gate.verify("reference", checks=[check], formats=["tbq3_0", "tbq4_0", "tq4", "tq5"])
     assert {r["outcome"] for r in results} == {"PASSED"}, [r["reason"] for r in results]
     assert gate.outcome_of(results) is Outcome.PASSED
     assert {r["variant"] for r in results} >= {"encode", "decode", "scores", "truth"}
@@ -36,101 +36,15 @@ def test_a_check_passes_and_says_so_in_the_documented_fields(check):
     assert json.loads(json.dumps(results)) == results
 
 
-def test_published_scores_and_normals_are_reproduced():
-    first = [-1.2275401, 0.6004496, -1.1063669, -1.0806532, 0.3998436, 0.8242239]
-    np.testing.assert_allclose(gate.fixture_normals(6), first, rtol=2e-7)
-    for check in ("turbo3", "turbo4"):
-        got, want = gate._published(check)
-        np.testing.assert_allclose(got[0], want[0], rtol=2e-7)
-        np.testing.assert_allclose(got[1], want[1], rtol=2e-5)
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"public fixtures are not at {SHARED}")
-def test_public_fixtures_are_reproduced_by_the_reference():
-    results = gate.verify("reference", ["turbo3", "turbo4"], SHARED, formats=["f16"])
-    of = {r["fixture"]: r for r in results}
-    assert set(of) == {"published", "turbo3.json", "turbo4.json"}
-    for name in ("turbo3.json", "turbo4.json"):
-        assert of[name]["outcome"] == "PASSED" and of[name]["outputs"] == 8
-        assert of[name]["variant"] == "fixture"
-
-
-def fixture(kernel="turbo4", **changes):
-    """A fixture file's document, made here from random rows."""
-    rng = np.random.default_rng(3)
-    q = rng.standard_normal(128).astype(np.float32)
-    fmt = next(f for f in all_formats() if f.name == "tbq4_0")
-    blocks = fmt.encode(rng.standard_normal((8, 128)))
-    document = {
-        "kernel": kernel, "head_dim": 128, "n_kv": 8, "block_bytes": 18, "blocks_per_kv": 4,
-        "q": q.tolist(), "k_blocks": blocks.ravel().tolist(),
-        "expected_scores": [float(f"{s:.7g}") for s in fmt.decode_rotated(blocks) @ q],
-    }  # fmt: skip
-    return document | changes
-
-
-def test_a_fixture_of_any_name_is_found_by_its_kernel(tmp_path):
-    (tmp_path / "anything.json").write_text(json.dumps(fixture()))
-    (tmp_path / "codebook.json").write_text('{"codebook": []}')
-    results = gate.verify("reference", ["turbo4"], tmp_path, formats=["f16"])
-    assert [(r["fixture"], r["outcome"]) for r in results] == [
-        ("published", "PASSED"), ("anything.json", "PASSED"),
-    ]  # fmt: skip
-
-
-def test_a_wrong_expected_score_fails(tmp_path):
-    document = fixture()
-    document["expected_scores"][3] *= 1.0001
-    (tmp_path / "turbo4.json").write_text(json.dumps(document))
-    results = gate.verify("reference", ["turbo4"], tmp_path, formats=["f16"])
-    assert results[1]["outcome"] == "FAILED" and "parity" in results[1]["reason"]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"q": [0.0] * 127}, "q is"),
-        ({"k_blocks": [0] * 17}, "k_blocks is"),
-        ({"k_blocks": [256] * 576}, "bytes from 0 to 255"),
-        ({"block_bytes": 14}, "block_bytes is 14"),
-        ({"expected_scores": [float("nan")] * 8}, "finite"),
-        ({"expected_scores": []}, "expected_scores is"),
-        ({"head_dim": None}, "lacks or garbles"),
-        ({"n_kv": 0, "k_blocks": [], "expected_scores": []}, "at least one key"),
-    ],
-)
-def test_an_inconsistent_fixture_is_a_wrong_request(tmp_path, change, says):
-    (tmp_path / "bad.json").write_text(json.dumps(fixture(**change)))
-    with pytest.raises(RequestError, match=says) as error:
-        gate.verify("reference", ["turbo4"], tmp_path)
-    assert "bad.json" in str(error.value)
-
-
-def test_unreadable_and_absent_fixtures(tmp_path):
-    with pytest.raises(RequestError, match="not a folder"):
-        gate.verify("reference", ["turbo4"], tmp_path / "none")
-    results = gate.verify("reference", ["turbo4"], tmp_path, formats=["f16"])
-    assert [r["outcome"] for r in results] == ["PASSED", "FAILED"]
-    assert "holds no turbo4 fixture" in results[1]["reason"]
-    (tmp_path / "bad.json").write_text("<html>")
-    with pytest.raises(RequestError, match="cannot be read as JSON"):
-        gate.verify("reference", ["turbo4"], tmp_path)
-
-
 def test_names_that_are_wrong_are_refused():
-    with pytest.raises(RequestError, match="--check turbo5: unknown; choose from turbo3"):
+    with pytest.raises(
+        RequestError, match="--check turbo5: unknown; choose from self_test, turbo3"
+    ):
         gate.verify("reference", ["turbo5"])
     with pytest.raises(RequestError, match="unknown format 'tq6'"):
         gate.verify("reference", formats=["tq6"])
     with pytest.raises(RequestError, match="unknown backend"):
         gate.verify("abacus", ["turbo3"])
-
-
-def test_checks_of_later_formats_are_not_run_when_asked_by_name():
-    results = gate.verify("reference", ["qjl", "polar_preht"])
-    assert [r["outcome"] for r in results] == ["NOT_RUN"] * 2
-    assert all("not in this version" in r["reason"] for r in results)
-    assert not any(r["check"] in gate.LATER for r in gate.verify("reference", ["causal"]))
 
 
 def test_an_absent_backend_is_not_run():
@@ -148,22 +62,42 @@ def test_an_empty_selection_fails():
     assert gate.verify([], ["fused"])[0]["outcome"] == "FAILED"
 
 
-def test_every_format_has_a_check_a_truth_and_tolerances():
+def test_the_registry_and_the_gate_name_the_same_formats():
+    """Both ways: every format has its checks, bounds, truth, kernels and page; none has without."""
     names = {f.name for f in all_formats()}
-    assert {gate.check_of(f) for f in all_formats()} == set(gate.FORMAT_CHECKS)
+    if lacking := set(gate.EIGHT.values()) - names:
+        pytest.skip(f"not registered yet: {', '.join(sorted(lacking))}")
+    assert {c for f in all_formats() for c in gate.checks_of(f)} == set(gate.FORMAT_CHECKS)
     assert set(rules.TRUTH) == names
-    assert {f for _, f in rules.TOLERANCES} == names
+    assert {f for f, _ in rules.TRUTH_BY_WIDTH} <= names
     assert set(rules.TOLERANCES) == {
         (op, f) for op in ("decode", "scores", "attention", "sharp") for f in names
     }
-    assert {plan.check for plan in gate.plans(gate.CHECKS, all_formats())} | {"mutants"} == set(
-        gate.CHECKS
-    )
+    used = {r.key for r in routes.ROUTES} | {r.value for r in routes.ROUTES}
+    used |= {name for pair in gate.FUSED_ROUTES.values() for name in pair}
+    used |= {n for m in mutants.MUTANTS for n in (m.case.key, m.case.value or m.case.key)}
+    assert used <= names
+    for fmt in all_formats():
+        assert len(REFERENCE.kernel("encode", fmt, 128)) > 0
+    pages = (ROOT / "docs" / "formats.md").read_text()
+    assert [name for name in names if f"`{name}`" not in pages] == []
+    planned = {plan.check for plan in gate.plans(gate.CHECKS, all_formats())}
+    assert planned == {*gate.FORMAT_CHECKS, *gate.CASE_CHECKS}
+    assert set(gate.CHECKS) - planned == {"self_test", *gate._WHOLE_CHECKS}
+    covered = {
+        (plan.check, case.key) for plan in gate.plans(gate.CHECKS, all_formats())
+        for case in plan.cases
+    }  # fmt: skip
+    every = ("append", "fused", "gqa", "causal", "window", "split", "segments", "multi_block")
+    assert covered >= {(check, name) for check in (*every, "cache") for name in names}
 
 
 def test_every_mutant_is_caught_on_the_reference():
     records = gate.mutant_evidence(REFERENCE)
-    assert len(records) == len(mutants.MUTANTS) > 60
+    names = {f.name for f in all_formats()}
+    shown = [m for m in mutants.MUTANTS if {m.case.key, m.case.value or m.case.key} <= names]
+    assert len(records) == len(shown) > 150
+    assert len({m.name for m in shown}) >= 25
     assert [(e.subject["variant"], e.reason) for e in records if e.outcome != "PASSED"] == []
     assert all(e.subject["caught_by"] for e in records)
 
@@ -181,7 +115,7 @@ def test_a_mutant_that_the_wrong_rule_catches_has_survived():
         "noisy", Case("scores", "tq4"), frozenset({"truth"}), mutants.outputs(np.zeros_like)
     )
     exam = noisy.examine(REFERENCE)
-    assert exam.rules_failed == {"parity"} and not noisy.caught(exam)
+    assert exam.rules_failed == {"parity", "equal"} and not noisy.caught(exam)
 
 
 def test_a_case_is_a_value_and_its_arrays_follow_from_it():
@@ -280,11 +214,155 @@ def test_candidate_evidence_fails_on_a_broken_window():
     assert "window 16" in bad.reason
 
 
-def test_a_format_asked_for_alone_brings_no_published_scores_of_others():
-    def published(fmt):
-        return [
-            r["check"] for r in gate.verify("cuda", formats=[fmt]) if r["fixture"] == "published"
-        ]
+def test_a_format_asked_for_alone_brings_no_self_test_of_others():
+    checks = {r["check"] for r in gate.verify("cuda", formats=["tq4"])}
+    assert "self_test" not in checks and "row" in checks
 
-    assert published("tq4") == []
-    assert published("tbq4_0") == ["turbo4"]
+
+def test_every_public_head_dim_is_covered_where_a_format_takes_it():
+    for fmt in all_formats():
+        wanted = {n for n in cases.HEAD_DIMS if fmt.refuses(n, "key") is None}
+        shown = {
+            plan.cases[0].head_dim
+            for check in gate.checks_of(fmt)
+            for plan in gate.plans([check], [fmt])
+        }
+        assert shown == wanted, fmt.name
+
+
+def test_rows_of_one_to_eight_blocks_and_odd_numbers_of_tokens_are_covered():
+    for name, block in (("tbq3_0", 32), ("q4_polar", 128), ("tq4", 32)):
+        plans = list(gate.plans(["multi_block"], [f for f in all_formats() if f.name == name]))
+        assert [p.cases[0].head_dim // block for p in plans] == [1, 2, 3, 4, 8]
+        tokens = {c.n_kv for p in plans for c in p.cases}
+        assert tokens == {1, 2, 3, 4, 8, 61}
+
+
+@pytest.mark.parametrize("check", ["self_test", "multi_block", "cache", "dispatch", "cross"])
+def test_the_checks_of_routes_and_shapes_pass_on_the_reference(check):
+    results = gate.verify("reference", [check], formats=["f16", "tbq4_0", "tq4"])
+    assert [r["reason"] for r in results if r["outcome"] not in ("PASSED", "NOT_RUN")] == []
+    assert any(r["outcome"] == "PASSED" for r in results) or check == "cross"
+    assert all(r["outputs"] == r["outputs_expected"] for r in results)
+
+
+def test_evidence_says_which_projection_and_codebook_made_the_bytes():
+    e = gate.run(Case("scores", "qjl1_256", n_kv=9), REFERENCE)
+    assert e.subject["projection_id"] == all_formats_by_name()["qjl1_256"].projection_id
+    mixed = gate.run(Case("attention", "qjl1_256", "tbq3_0", n_kv=9), REFERENCE)
+    assert mixed.subject["projection_id"]
+    assert "projection_id" not in gate.run(Case("scores", "tq4", n_kv=9), REFERENCE).subject
+
+
+def all_formats_by_name():
+    return {f.name: f for f in all_formats()}
+
+
+# ---- nothing but a pass reads as one -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bound_that_is_no_number_fails(bad, monkeypatch):
+    monkeypatch.setitem(rules.TOLERANCES, ("scores", "tq4"), rules.Bound(bad, 0.0))
+    e = gate.run(Case("scores", "tq4", n_kv=9), REFERENCE)
+    assert e.outcome is Outcome.FAILED and "parity" in e.reason
+
+
+def test_a_reference_that_is_no_number_fails(monkeypatch):
+    def rows(self, fmt, blocks, scale):
+        return np.full((*blocks.shape[:-1], fmt.row_values(blocks.shape[-1])), np.nan)
+
+    monkeypatch.setattr(rules.Reference, "rows", rows)
+    e = gate.run(Case("scores", "tq4", n_kv=9), REFERENCE)
+    assert e.outcome is Outcome.FAILED and "finite" in e.reason
+
+
+def test_a_truth_that_is_no_number_fails(monkeypatch):
+    monkeypatch.setitem(rules.TRUTH, "tq4", (np.nan, np.nan))
+    e = gate.run(Case("scores", "tq4", n_kv=1024, n_q=8), REFERENCE)
+    assert e.outcome is Outcome.FAILED and "truth" in e.reason
+    e = gate.run(Case("decode", "tq4", n_kv=1024), REFERENCE)
+    assert e.outcome is Outcome.FAILED and "truth" in e.reason
+
+
+def test_examinations_that_compared_nothing_or_too_little_fail():
+    empty = rules.Examination(Case("scores", "tq4"))
+    assert gate._fold([])[0] is Outcome.FAILED
+    assert gate._fold([empty])[0] is Outcome.FAILED
+    short = rules.Examination(Case("scores", "tq4"), outputs=7, expected=8)
+    short.note("parity", True, "fine")
+    outcome, reason, _ = gate._fold([short])
+    assert outcome is Outcome.FAILED and "only 7 of 8 outputs" in reason
+
+
+@pytest.mark.parametrize("device", ["llvmpipe (LLVM 15)", "Lavapipe", "SwiftShader Device"])
+def test_software_devices_are_diagnostic_and_exit_3(device):
+    e = gate.run(Case("scores", "tq4", n_kv=9), REFERENCE, Environment(device=device))
+    assert e.outcome is Outcome.DIAGNOSTIC
+    assert exit_code(gate.outcome_of([gate.row(e)])) == 3
+    driver = Environment(device="GPU 0", driver=f"Mesa {device}")
+    assert gate.run(Case("scores", "tq4", n_kv=9), REFERENCE, driver).outcome == "DIAGNOSTIC"
+
+
+def test_optional_checks_that_cannot_run_leave_the_outcome_unless_asked_for():
+    ran = {"outcome": "PASSED", "required": True}
+    optional = {"outcome": "NOT_RUN", "required": False}
+    assert gate.outcome_of([ran, optional]) is Outcome.PASSED
+    assert gate.outcome_of([optional]) is Outcome.FAILED
+    assert gate.outcome_of([ran, optional | {"required": True}]) is Outcome.NOT_RUN
+    assert gate.outcome_of([ran, optional | {"outcome": "FAILED"}]) is Outcome.FAILED
+    assert gate.outcome_of([]) is Outcome.FAILED
+
+
+@pytest.mark.parametrize("spoil", ["edit", "cut", "twice"])
+def test_spoiled_evidence_lines_never_read_as_passed(spoil, tmp_path):
+    path = tmp_path / "e.jsonl"
+    Store(path).append(gate.run(Case("scores", "tq4", n_kv=9), REFERENCE))
+    line = path.read_text()
+    if spoil == "edit":
+        path.write_text(line.replace('"nmse":', '"nmse":1', 1))
+    elif spoil == "cut":
+        path.write_text(line[: len(line) // 2])
+    else:
+        path.write_text(line + line.replace('"head_dim":128', '"head_dim":256', 1))
+    outcomes = [e.outcome for e in Store(path).read()]
+    assert outcomes[-1] is Outcome.NOT_RUN
+    assert len(outcomes) == (2 if spoil == "twice" else 1)
+
+
+def test_a_summary_counts_checks_and_outputs_apart():
+    results = gate.verify("reference", ["turbo4", "append"], formats=["tbq4_0"])
+    said = gate.summary(results)
+    assert said["eight"] == {"passed": 1, "of": 8}
+    assert said["checks"] == {"passed": 2, "of": 2}
+    assert said["outputs"] == said["outputs_expected"] == sum(r["outputs"] for r in results) > 0
+    assert {(r["check"], r["backend"]) for r in said["table"]} == {
+        ("turbo4", "reference"), ("append", "reference"),
+    }  # fmt: skip
+    assert said["not_passed"] == []
+
+
+def test_a_summary_names_what_did_not_pass_worst_first():
+    base = {"backend": "cpu", "variant": "v", "format": "tq4", "head_dim": 64, "outputs": 1,
+            "outputs_expected": 1, "worst_error": None, "bound": None}  # fmt: skip
+    results = [
+        base | {"check": "captured", "outcome": "NOT_RUN", "reason": "no model"},
+        base | {"check": "row", "outcome": "FAILED", "reason": "parity: bad"},
+        base | {"check": "row", "outcome": "FAILED", "reason": "parity: bad", "head_dim": 96},
+    ]
+    lines = gate.summary(results)["not_passed"]
+    assert lines == [
+        "FAILED: row cpu v tq4 64 and 1 more: parity: bad",
+        "NOT_RUN: captured cpu v tq4 64: no model",
+    ]
+
+
+def test_kernels_of_a_source_tree_are_not_shipped(monkeypatch):
+    assert gate.binary()[0] in ("source", "shipped")
+    monkeypatch.setattr(gate, "binary", lambda: ("changed", "k.so is not the file"))
+    cpu = mutants.Broken(REFERENCE, name="cpu")
+    (e,) = gate._shipped_records(cpu, [], lambda _: None, False)
+    assert e.outcome is Outcome.FAILED and "not the file" in e.reason
+    monkeypatch.setattr(gate, "binary", lambda: ("source", "not an installed wheel"))
+    (e,) = gate._shipped_records(cpu, [], lambda _: None, False)
+    assert e.outcome is Outcome.NOT_RUN and not gate.row(e)["required"]

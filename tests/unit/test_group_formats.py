@@ -9,8 +9,8 @@ import pytest
 
 from kvproof import formats
 from kvproof.errors import RequestError
+from kvproof.fixtures import fixture_normals
 from kvproof.formats import polar, qjl
-from kvproof.gate import fixture_normals
 from kvproof.rotation import projection
 
 FIXTURES = Path(__file__).parents[3] / "shared" / "fixtures"
