@@ -46,6 +46,7 @@ def turbo(kernel, start=640):
     else:
         fmt, per_key, size = (get("tbq4_0"), 4, 18)
         if kernel == "turbo3_tcq":
+            need_trellis()
             fmt, per_key, size = formats.tbq3_tcq(codebook()), 1, 52
         blocks = fmt.encode(rows)
         scores = fmt.decode_rotated(blocks) @ q
