@@ -14,8 +14,8 @@ import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,14 @@ from numpy.typing import NDArray
 
 from kvproof import models
 from kvproof.backends import Backend
+from kvproof.conditioner import (
+    PAGE,
+    SINKS,
+    Calibration,
+    Conditioner,
+    LayerCondition,
+    means_of_rows,
+)
 from kvproof.distortion import above_bound, centred_scores, dominators, relative_mse, stored
 from kvproof.engines.capture import LayerRows
 from kvproof.errors import Refused, RequestError
@@ -33,9 +41,10 @@ from kvproof.geometry import Geometry, LayerGeometry
 from kvproof.geometry import geometry as read_geometry
 from kvproof.lanes.kv import bos_prefix, default_text, model_digest
 
-VERSION = 1  # of the file; a change of what is captured counts too
+VERSION = 2  # of the file; a change of what is captured counts too
 TOKENS = 640  # more than Gemma-3's window of 512, so that its windows hide something
 EVERY = 4  # every fourth query scores: more of them change the figures by less than a percent
+CALIBRATION = 2  # windows of as many tokens, from the end of the text, that conditioners learn from
 _ARRAYS = ("q", "k", "v", "positions", "inv_freq")
 
 Progress = Callable[[str], None]
@@ -43,20 +52,24 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CapturedLayer:
-    """One layer's rows, and how it attends: its window and the factor on its scores."""
+    """One layer's rows, how it attends (its window and the factor on its scores), and what
+    conditions its keys, learned from another part of the text."""
 
     rows: LayerRows
     window: int | None
     scale: float
+    condition: LayerCondition
 
 
 @dataclass(frozen=True)
 class ModelRows:
-    """Rows of one model for one text. `model` and `text` are SHA-256 digests."""
+    """Rows of one model for one text. `model` and `text` are SHA-256 digests, `kind` is that of the
+    conditions."""
 
     model: str
     text: str
     tokens: int
+    kind: str
     layers: tuple[CapturedLayer, ...]
 
 
@@ -122,19 +135,29 @@ def read(path: Path, text: str | None = None) -> ModelRows | None:
         return None
     geometry = read_geometry(path)
     words = _digest(default_text() if text is None else text)
+    wanted = chosen(geometry)
     try:
         with np.load(file, allow_pickle=False) as arrays:
             about = json.loads(bytes(arrays["about"]).decode())
-            if about != _about(digest, words, chosen(geometry)):
+            kind = about.pop("kind")
+            if about != _about(digest, words, wanted):
                 return None
-            layers = [
-                LayerRows(index, *(_array(arrays, name, index) for name in _ARRAYS))
-                for index in about["layers"]
-            ]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+            layers = [LayerRows(i, *(_array(arrays, name, i) for name in _ARRAYS)) for i in wanted]
+            if not all(_fits(x, geometry.layers[x.index]) for x in layers):
+                return None
+            conditions = {
+                x.index: LayerCondition(
+                    arrays[f"mean.{x.index}"], arrays[f"scale.{x.index}"], _turns(x)
+                )
+                for x in layers
+            }
+            Conditioner(kind, PAGE, conditions)  # refuses what is no kind
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile,
+        zlib.error, RequestError,
+    ):  # fmt: skip
         return None  # cut off, edited, or no such archive at all
-    kept = ModelRows(digest, words, TOKENS, _attending(geometry, layers))
-    return kept if all(_fits(x.rows, geometry.layers[x.rows.index]) for x in kept.layers) else None
+    return ModelRows(digest, words, TOKENS, kind, _attending(geometry, layers, conditions))
 
 
 def make(path: Path, text: str | None = None, progress: Progress | None = None) -> ModelRows:
@@ -147,22 +170,41 @@ def make(path: Path, text: str | None = None, progress: Progress | None = None) 
     digest, model = model_digest(path), load(path)
     words = default_text() if text is None else text
     prefix = bos_prefix(model.tokenizer.encode)
-    ids = [*prefix, *model.tokenizer.encode(words)[len(prefix) :]][:TOKENS]
-    if len(ids) < TOKENS:
-        raise RequestError(f"the text has {len(ids)} tokens, captured rows need {TOKENS}")
+    ids = model.tokenizer.encode(words)[len(prefix) :]
+    body = TOKENS - len(prefix)
+    if len(ids) < (1 + CALIBRATION) * body:
+        raise RequestError(
+            f"the text has {len(ids)} tokens, captured rows need {(1 + CALIBRATION) * body}"
+        )
     tell(f"{path.name}: capturing rows of {TOKENS} tokens")
-    wanted = set(chosen(model.geometry))
-    layers = [x for x in capture(model, ids) if x.index in wanted]
-    return ModelRows(digest, _digest(words), TOKENS, _attending(model.geometry, layers))
+    wanted = chosen(model.geometry)
+    layers = [x for x in capture(model, [*prefix, *ids[:body]]) if x.index in wanted]
+    calibration = Calibration(model.geometry)
+    for i in range(CALIBRATION):
+        tell(f"{path.name}: calibrating, window {i + 1} of {CALIBRATION}")
+        start = len(ids) - (i + 1) * body
+        calibration.add(capture(model, [*prefix, *ids[start : start + body]]))
+    try:
+        conditioner = calibration.conditioner("rope")
+    except RequestError:  # keys turn by position in a way that is not known
+        conditioner = calibration.conditioner("previous")
+    attending = _attending(model.geometry, layers, conditioner.layers)
+    return ModelRows(digest, _digest(words), TOKENS, conditioner.kind, attending)
 
 
-def _attending(geometry: Geometry, layers: Sequence[LayerRows]) -> tuple[CapturedLayer, ...]:
+def _attending(
+    geometry: Geometry, layers: Sequence[LayerRows], conditions: Mapping[int, LayerCondition]
+) -> tuple[CapturedLayer, ...]:
     def one(x: LayerRows) -> CapturedLayer:
         layer = geometry.layers[x.index]
         scale = geometry.attention_scale or layer.head_dim_k**-0.5
-        return CapturedLayer(x, layer.window, scale)
+        return CapturedLayer(x, layer.window, scale, conditions[x.index])
 
     return tuple(one(x) for x in layers)
+
+
+def _turns(x: LayerRows) -> NDArray[np.float64]:
+    return np.empty(0) if x.inv_freq is None else x.inv_freq
 
 
 def _digest(text: str) -> str:
@@ -196,14 +238,19 @@ def _fits(x: LayerRows, layer: LayerGeometry) -> bool:
             return False
         if not np.isfinite(array).all():
             return False
+    if x.inv_freq is not None and 2 * x.inv_freq.size > layer.head_dim_k:
+        return False
     return x.positions.shape == (TOKENS,) and x.positions.dtype == np.int64
 
 
 def _write(file: Path, made: ModelRows) -> None:
     """All of `made` in `file`, or nothing: a run that is stopped leaves the file as it was."""
     about = _about(made.model, made.text, [x.rows.index for x in made.layers])
-    arrays = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
+    about["kind"] = made.kind
+    arrays: dict[str, NDArray[Any]] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
     for layer in made.layers:
+        arrays[f"mean.{layer.rows.index}"] = layer.condition.mean
+        arrays[f"scale.{layer.rows.index}"] = layer.condition.scale
         for name in _ARRAYS:
             if getattr(layer.rows, name) is not None:
                 arrays[f"{name}.{layer.rows.index}"] = getattr(layer.rows, name)
@@ -228,11 +275,14 @@ def table(
     An entry has "refused" (a sentence) or "key" and "value": each with "bits", "relative_mse" and
     "db" as means over the layers, "layers" one by one, and "dominated_by"; keys have
     "score_error" (nats, RMS over all layers) and "relative_score_error" beside it, by which keys
-    are compared: row errors do not rank them. A format that takes one side only has that side.
+    are compared: row errors do not rank them. "conditioned_key" is the same for keys with their
+    means and scales taken off and the first tokens kept exactly, as a conditioned cache with sinks
+    holds them. A format that takes one side only has that side.
     """
     tell = progress or (lambda _: None)
     entries: dict[str, dict[str, Any]] = {}
     spreads = [centred_scores(x.rows.q, x.rows.k, x.scale, x.window, EVERY) for x in found.layers]
+    conditioned = [_conditioned(x, found.kind) for x in found.layers]
     for f in all_formats():
         tell(f"formats: {f.name} on captured rows")
         entry: dict[str, Any] = {}
@@ -243,14 +293,27 @@ def table(
                 entry.setdefault("refused", "; ".join(reasons))
                 continue
             entry[side] = _side(f, found.layers, side, backend, spreads)
+            if side == "key":
+                entry["conditioned_key"] = _side(f, conditioned, side, backend, spreads, SINKS)
         if "key" in entry or "value" in entry:
             entry.pop("refused", None)
         entries[f.name] = entry
-    for side, error in (("key", "score_error"), ("value", "relative_mse")):
+    ranks = {"key": "score_error", "conditioned_key": "score_error", "value": "relative_mse"}
+    for side, error in ranks.items():
         points = {n: (e[side]["bits"], e[side][error]) for n, e in entries.items() if side in e}
         for name in points:
             entries[name][side]["dominated_by"] = dominators(name, points)
     return entries
+
+
+def _conditioned(layer: CapturedLayer, kind: str) -> CapturedLayer:
+    """The layer with its keys as a conditioned cache encodes them, and queries to match."""
+    rows, condition = layer.rows, layer.condition
+    means = means_of_rows(condition, kind, PAGE, rows.k, rows.positions)
+    keys = ((rows.k - means) / condition.scale).astype(np.float32)
+    group = rows.q.shape[1] // rows.k.shape[1]
+    queries = rows.q * np.repeat(condition.scale, group, axis=0)
+    return replace(layer, rows=replace(rows, q=queries, k=keys))
 
 
 def _side(
@@ -259,11 +322,14 @@ def _side(
     side: str,
     backend: Backend | None,
     spreads: Sequence[float],
+    exact: int = 0,
 ) -> dict[str, Any]:
+    """Figures of one side; the first `exact` rows are kept as they are."""
     each = []
     for layer, spread in zip(layers, spreads, strict=True):
         x = layer.rows.k if side == "key" else layer.rows.v
-        y = stored(f, x, backend, head_scale(f, x))
+        y = stored(f, x, backend, head_scale(f, x)).copy()
+        y[:exact] = x[:exact]
         bits, error = f.bits(x.shape[-1]), relative_mse(x, y)
         one: dict[str, Any] = {"layer": layer.rows.index, "bits": bits, "relative_mse": error}
         if side == "key":

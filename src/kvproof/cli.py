@@ -411,8 +411,8 @@ def formats(
     names = list(dict.fromkeys(model)) if model else None
     paths = {name: _resolve(name) for name in names or ()}
     with _progress() as tell:
-        entries = distortion.gaussian_table(head_dim, backend, tell)
         captured = {} if no_model else _captured(paths, names is None, backend, tell)
+        entries = distortion.gaussian_table(head_dim, backend, tell)
     if json_:
         for e in entries:
             e["captured"] = {
@@ -465,6 +465,7 @@ def _captured(
             "sha256": rows.model,
             "text_sha256": rows.text,
             "tokens": rows.tokens,
+            "conditioner": rows.kind,
             "layers": [
                 {
                     "index": x.rows.index,
@@ -542,6 +543,7 @@ def _show_captured(name: str, document: Mapping[str, Any]) -> None:
                 f"{key['relative_mse']:.3g}" if key else "-",
                 _decibels(key["db"]) if key else "-",
                 f"{key['score_error']:.3g}" if key else "-",
+                f"{entry['conditioned_key']['score_error']:.3g}" if key else "-",
                 f"{value['relative_mse']:.3g}" if value else "-",
                 _decibels(value["db"]) if value else "-",
                 " ".join(stands),
@@ -549,12 +551,13 @@ def _show_captured(name: str, document: Mapping[str, Any]) -> None:
         )
     _table(
         f"{name}: {document['tokens']} tokens, layers {index_ranges([x['index'] for x in layers])}",
-        ("format", "bits", "K MSE", "dB", "K nats", "V MSE", "dB", "frontier"),
+        ("format", "bits", "K MSE", "dB", "K nats", "conditioned", "V MSE", "dB", "frontier"),
         body,
     )
     _say(
         "K nats: RMS error of the scores, less each query's mean, which softmax does not see.\n"
-        "Keys are ranked by it, values by their relative MSE."
+        "conditioned: the same for keys without their means and scales, the first tokens exact.\n"
+        "Keys are ranked by nats, values by their relative MSE."
     )
     for side in ("key", "value"):
         beaten = {n: e[side]["dominated_by"] for n, e in entries.items() if side in e}

@@ -424,16 +424,16 @@ class _LayerStatistics:
             return condition
         power = np.zeros(mean.shape)
         for k, at in self._windows:
-            means = _means_of_rows(condition, kind, page, k, at)
+            means = means_of_rows(condition, kind, page, k, at)
             power += np.square(k - means).sum(axis=0)
         return LayerCondition(mean, _scale(power / count, self._power / self._asked, turns), turns)
 
 
-def _means_of_rows(
+def means_of_rows(
     condition: LayerCondition, kind: str, page: int, k: NDArray[np.float32], at: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """The mean that a cache would take from every row of a window, `[n, num_kv_heads,
-    head_dim]`."""
+    """The mean that a cache of `kind` takes from every row of k, `[n, num_kv_heads, head_dim]` at
+    the positions `at` `[n]`."""
     means = np.empty(k.shape)
     for first in range(0, len(k), page):
         own = slice(first, first + page)

@@ -42,3 +42,6 @@ def test_captured_rows_of_a_real_model(name):
         errors = [table[f][side][error] for f in order]
         assert errors == sorted(errors) and errors[0] > 0
         assert errors[-1] < 10
+    for f in ("tq4", "tq3"):  # what conditioning is for
+        treated, plain = table[f]["conditioned_key"], table[f]["key"]
+        assert treated["score_error"] < 0.8 * plain["score_error"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvproof import captured, cli, formats, models
+from kvproof.conditioner import LayerCondition
 from kvproof.engines.capture import LayerRows
 from kvproof.errors import RequestError
 from kvproof.geometry import geometry as read_geometry
@@ -52,12 +53,19 @@ def runs(monkeypatch):
 
         layers = [
             LayerRows(i, rows(HEADS), rows(KV_HEADS), rows(KV_HEADS), np.arange(n), turns)
-            for i, turns in zip(captured.chosen(geometry), (None, np.ones(16), None), strict=True)
+            for i, turns in zip(
+                captured.chosen(geometry), (None, np.linspace(0.1, 1, 16), None), strict=True
+            )
         ]
         words = captured._digest(default_text() if text is None else text)
-        return captured.ModelRows(
-            model_digest(path), words, n, captured._attending(geometry, layers)
-        )
+        conditions = {
+            x.index: LayerCondition(rng.standard_normal((KV_HEADS, DIM), np.float32),
+                                    np.exp(rng.standard_normal((KV_HEADS, DIM), np.float32)),
+                                    captured._turns(x))
+            for x in layers
+        }  # fmt: skip
+        attending = captured._attending(geometry, layers, conditions)
+        return captured.ModelRows(model_digest(path), words, n, "rope", attending)
 
     monkeypatch.setattr(captured, "make", make)
     return seen
@@ -78,6 +86,8 @@ def test_rows_are_captured_once_and_read_back_as_they_were(model, runs):
         assert (a.window, a.scale) == (b.window, b.scale) == (None, DIM**-0.5)
         for name in ("q", "k", "v", "positions", "inv_freq"):
             np.testing.assert_array_equal(getattr(a.rows, name), getattr(b.rows, name))
+        for name in ("mean", "scale", "inv_freq"):
+            np.testing.assert_array_equal(getattr(a.condition, name), getattr(b.condition, name))
 
 
 def test_another_text_model_or_version_is_captured_again(model, runs, monkeypatch):
@@ -120,6 +130,19 @@ def spoil_missing(arrays):
 
 def spoil_about(arrays):
     arrays["about"] = np.frombuffer(b"[]", np.uint8)
+
+
+def spoil_scale(arrays):
+    arrays["scale.0"] = -arrays["scale.0"]
+
+
+def spoil_kind_of_mean(arrays):
+    about = json.loads(bytes(arrays["about"]))
+    arrays["about"] = np.frombuffer(json.dumps(about | {"kind": "new"}).encode(), np.uint8)
+
+
+def spoil_turns(arrays):
+    arrays["inv_freq.2"] = np.ones(DIM)
 
 
 def spoil_pickle(arrays):
@@ -206,6 +229,32 @@ def test_the_table_ranks_keys_by_scores_and_values_by_rows(model, runs):
     # On independent N(0,1) rows the relative score error is the relative row error.
     rows = tq4["key"]["relative_mse"] ** 0.5
     assert tq4["key"]["relative_score_error"] == pytest.approx(rows, rel=0.1)
+
+
+def test_conditioned_keys_are_judged_by_the_scores_of_the_original(model, runs):
+    found = captured.rows(model)
+    layer = found.layers[1]
+    turned = captured._conditioned(layer, "rope")
+    # Undone, keys are what they were; a score only loses what is the same for a page.
+    means = captured.means_of_rows(
+        layer.condition, "rope", captured.PAGE, layer.rows.k, layer.rows.positions
+    )
+    np.testing.assert_allclose(
+        turned.rows.k * layer.condition.scale + means, layer.rows.k, atol=1e-5
+    )
+    scores = np.einsum("hd,thd->th", turned.rows.q[7, ::2], turned.rows.k)
+    lost = np.einsum("hd,thd->th", layer.rows.q[7, ::2], means)
+    whole = np.einsum("hd,thd->th", layer.rows.q[7, ::2], layer.rows.k)
+    np.testing.assert_allclose(scores + lost, whole, atol=1e-3)
+    # Offsets in keys cost codes: conditions that fit them take the cost away.
+    offset = np.full_like(layer.condition.mean, 20.0)
+    biased = replace(
+        layer,
+        rows=replace(layer.rows, k=layer.rows.k + np.float32(20), inv_freq=None),
+        condition=LayerCondition(offset, np.ones_like(offset)),
+    )
+    figures = captured.table(replace(found, layers=(biased,)), None)["q8_0"]
+    assert figures["conditioned_key"]["score_error"] < 0.2 * figures["key"]["score_error"]
 
 
 def test_scales_beside_the_cache_come_from_the_rows(model, runs):
