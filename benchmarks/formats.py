@@ -65,9 +65,12 @@ def captured_rows(found: captured.ModelRows, table: dict[str, dict[str, Any]]) -
             f"{side['bits']:.3f}",
             f"{number(key['relative_mse'])} ({key['db']:.2f})" if key else "-",
             number(key["score_error"]) if key else "-",
+            number(e["conditioned_key"]["score_error"]) if key else "-",
             f"{number(value['relative_mse'])} ({value['db']:.2f})" if value else "-",
         ])  # fmt: skip
-    return markdown(("format", "bits", "K: error (dB)", "K: scores, nats", "V: error (dB)"), rows)
+    return markdown(
+        ("format", "bits", "K: error (dB)", "K: nats", "K conditioned: nats", "V: error (dB)"), rows
+    )
 
 
 def measured() -> tuple[str, str]:
