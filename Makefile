@@ -58,7 +58,7 @@ wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv build/wheel-venv
 	build/wheel-venv/bin/python -m pip install --quiet dist/*.whl
-	cd build/wheel-venv && bin/kvproof doctor && bin/kvproof formats && bin/kvproof verify --backend cpu --check row --check fused
+	cd build/wheel-venv && bin/kvproof doctor && bin/kvproof formats && bin/kvproof verify --backend cpu --check shipped --check row --check fused
 
 clean:
 	rm -rf build dist $(VENV)/.kvproof

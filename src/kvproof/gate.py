@@ -26,6 +26,7 @@ from kvproof import routes
 from kvproof.backends import Backend
 from kvproof.backends.reference import source_digest
 from kvproof.cases import ATTENTION_EDGES, EDGES, GQA, HEAD_DIMS, Case, masks
+from kvproof.conditioner import KINDS
 from kvproof.errors import Refused, RequestError
 from kvproof.evidence import WORST_FIRST, Environment, Evidence, Outcome, aggregate, utc_now
 from kvproof.formats import Format, all_formats
@@ -33,6 +34,7 @@ from kvproof.formats import get as format_named
 from kvproof.mutants import MUTANTS, Broken
 from kvproof.rules import (
     KERNEL_ERRORS,
+    TRUTH,
     TRUTH_KEYS,
     TRUTH_QUERIES,
     Examination,
@@ -70,7 +72,7 @@ FUSED_ROUTES = {
 }
 CASE_CHECKS = (
     "append", "fused", "gqa", "causal", "window", "split", "segments", "multi_block",
-    *FUSED_ROUTES, "cache",
+    *FUSED_ROUTES, "cache", "conditioned",
 )  # fmt: skip
 CHECKS = (
     "self_test", *FORMAT_CHECKS, *CASE_CHECKS, "cross", "dispatch", "captured", "shipped",
@@ -242,6 +244,11 @@ def _operator_plans(check: str, rows: Sequence[Format], by_reference: bool) -> I
                 shape: dict[str, Any] = {"head_dim": width, "n_kv": 70, "num_kv_heads": 3}
                 cases = [Case("encode", fmt.name, inputs=k, **shape) for k in ("normal", "mixed")]
                 yield Plan(check, "encode", tuple(cases))
+        elif check == "conditioned":
+            if TRUTH[fmt.name][1] < 0.2:  # a bound beyond that says nothing
+                shown = replace(base, value="f16", n_kv=70)
+                for kind in KINDS:
+                    yield Plan(check, kind, (shown, replace(shown, window=32)))
         elif check == "cache":
             shown = replace(base, n_kv=47)
             yield Plan(check, "chunks", (shown, replace(shown, window=16)))
@@ -391,7 +398,11 @@ def _judge(plan: Plan, backend: Backend, environment: Environment) -> Evidence:
     subject["kernel"] = backend.kernel(
         "decode" if case.op == "dot" else case.op, key, case.head_dim
     )
-    look = routes.examine_cache if plan.check == "cache" else examine
+    look: Callable[..., Examination] = examine
+    if plan.check == "cache":
+        look = routes.examine_cache
+    elif plan.check == "conditioned":
+        look = functools.partial(routes.examine_conditioned, kind=plan.variant)
     exams = [look(one, backend) for one in plan.cases]
     outcome, reason, metrics = _fold(exams)
     return _record(subject, outcome, reason, environment, backend.digest(), started, metrics)

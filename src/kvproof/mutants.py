@@ -7,6 +7,7 @@ spoiled reference too and only truth may catch it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from kvproof import routes
 from kvproof.backends import Backend
 from kvproof.cache import KVCache, LayerCache
 from kvproof.cases import Case, Floats
+from kvproof.conditioner import KINDS
 from kvproof.formats import Format, tcq
 from kvproof.formats import get as format_named
 from kvproof.rotation import Rotation, projection
@@ -786,7 +788,7 @@ def caches(spoil: Callable[[LayerCache], None]) -> Build:
     return build
 
 
-def _replace(layer: LayerCache, name: str, method: Callable[..., Any]) -> None:
+def _replace(layer: Any, name: str, method: Callable[..., Any]) -> None:
     setattr(layer, name, method)
 
 
@@ -855,6 +857,40 @@ def _attends_to_decoded_rows(layer: LayerCache) -> None:
     _replace(layer, "attention", attention)
 
 
+def _query_not_folded(layer: LayerCache) -> None:
+    assert layer._means is not None
+    _replace(layer._means, "fold", lambda q: q)
+
+
+def _page_offsets_of_the_next(layer: LayerCache) -> None:
+    assert layer._means is not None
+    offsets = layer._means.offsets
+    shift = functools.partial(np.roll, shift=1, axis=-1)
+    _replace(layer._means, "offsets", lambda q, scale: shift(offsets(q, scale)))
+
+
+def _page_offsets_dropped(layer: LayerCache) -> None:
+    assert layer._means is not None
+    offsets = layer._means.offsets
+    _replace(layer._means, "offsets", lambda q, scale: 0 * offsets(q, scale))
+
+
+def _sinks_dropped(layer: LayerCache) -> None:
+    attend = layer._attend_sinks
+
+    def spoiled(*args: Any) -> tuple[Any, Any]:
+        out, lse = attend(*args)
+        return out, np.full_like(lse, -np.inf)
+
+    _replace(layer, "_attend_sinks", spoiled)
+
+
+def _scale_not_divided(layer: LayerCache) -> None:
+    assert layer._means is not None
+    condition, scale = layer._means.condition, layer._means.layer.scale
+    _replace(layer._means, "condition", lambda keys, row: condition(keys, row) * scale)
+
+
 def _f16_cache(inner: Backend) -> Broken:
     """A cache that holds f16 whatever it was asked for."""
 
@@ -862,6 +898,10 @@ def _f16_cache(inner: Backend) -> Broken:
         return KVCache(geometry, "f16", "f16", backend, **more)
 
     return Broken(inner, make_cache=make_cache)
+
+
+def _conditioned(kind: str, case: Case, backend: Any, reference: Reference) -> Examination:
+    return routes.examine_conditioned(case, backend, reference, kind=kind)
 
 
 def _route(number: int) -> Callable[[Case, Any, Reference], Examination]:
@@ -1073,6 +1113,18 @@ def _mutants() -> tuple[Mutant, ...]:
     add("cache_attends_to_decoded_rows", "witness", caches(_attends_to_decoded_rows), whole,
         look=look)  # fmt: skip
     add("cache_holds_f16", "sizes witness", _f16_cache, whole, look=look)
+    treated = _fused("tq4", "f16", n_q=1)
+    for kind in KINDS:
+        look = functools.partial(_conditioned, kind)
+        add("condition_scale_not_folded_into_query", "truth", caches(_query_not_folded), treated,
+            look=look)  # fmt: skip
+        add("condition_scale_not_divided_out", "truth", caches(_scale_not_divided), treated,
+            look=look)  # fmt: skip
+        add("sinks_dropped", "truth", caches(_sinks_dropped), treated, look=look)
+        if kind != "static":  # one mean is common to all keys and cancels in the softmax
+            add("page_offsets_dropped", "truth", caches(_page_offsets_dropped), treated, look=look)
+            add("page_offsets_of_the_next", "truth", caches(_page_offsets_of_the_next), treated,
+                look=look)  # fmt: skip
     for number in (1, 7):
         route = routes.ROUTES[number]
         shown = Case("attention", route.key, route.value, num_heads=4, num_kv_heads=2, n_kv=8)

@@ -89,6 +89,10 @@ def test_the_registry_and_the_gate_name_the_same_formats():
         for case in plan.cases
     }  # fmt: skip
     every = ("append", "fused", "gqa", "causal", "window", "split", "segments", "multi_block")
+    treated = {name for name, (_, error) in rules.TRUTH.items() if error < 0.2}
+    assert covered >= {("conditioned", name) for name in treated}
+    of = {name for _, name in rules.CAPTURED}
+    assert of == names
     assert covered >= {(check, name) for check in (*every, "cache") for name in names}
 
 
