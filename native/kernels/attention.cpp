@@ -37,7 +37,7 @@ int width_index(int width) { return width == 4 ? 2 : width - 1; }
 int element_of(int fmt, int dim, int group, int c) {
   const int at = group * GROUP;
   if (dim - at >= GROUP || path_of(fmt) != ROW) return at + c < dim ? at + c : -1;
-  const int plane = fmt == TQ4 ? 16 : 8, half = plane / 2;
+  const int plane = fmt == TQ8 ? GROUP : fmt == TQ4 ? 16 : 8, half = plane / 2;
   return c % plane < half ? at + c / plane * half + c % half : -1;
 }
 
@@ -49,15 +49,19 @@ void order(int fmt, int dim, int (*element)(int, int), int* out) {
   }
 }
 
-Table signed_table(int largest) {  // q8_0 needs no lookup
+Table signed_table(int largest) {  // codes that are their own values
   Table t{};
   t.scale = 1;
   t.largest = largest;
   return t;
 }
 
+bool is_signed(int fmt) { return layout_of(fmt) == Q8_0 || layout_of(fmt) == TQ8; }
+
 Table shifted(const Kernels& isa, int fmt, Table t) {
-  if (isa.unsigned_rows && path_of(fmt) == ROW) {
+  if (isa.unsigned_rows && layout_of(fmt) == TQ8) {
+    t.offset = 128;
+  } else if (isa.unsigned_rows && path_of(fmt) == ROW) {
     t.offset = -*std::min_element(t.entry, t.entry + 16);
     for (std::int16_t& entry : t.entry) entry = std::int16_t(entry + t.offset);
   }
@@ -65,10 +69,10 @@ Table shifted(const Kernels& isa, int fmt, Table t) {
 }
 
 Table key_table(const Kernels& isa, int fmt) {
-  return shifted(isa, fmt, fmt == Q8_0 ? signed_table(128) : constants.book[fmt].key);
+  return shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : constants.book[fmt].key);
 }
 Table value_table(const Kernels& isa, int fmt) {
-  return shifted(isa, fmt, fmt == Q8_0 ? signed_table(128) : constants.book[fmt].value_side);
+  return shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : constants.book[fmt].value_side);
 }
 
 // Consecutive pieces of one allocation, each on its own cache line.
@@ -87,6 +91,27 @@ class Carver {
   std::uintptr_t base_;
   std::size_t used_ = 0;
 };
+
+// Rows as the kernels of their layout read them: n tokens of a KV head from `first` on, in place or
+// repacked to `space`.
+std::ptrdiff_t repacked_stride(const Side& side) {
+  return up(int(row_bytes(layout_of(side.fmt), side.dim)), 16);
+}
+std::size_t repacked_bytes(const Kernels& isa, const Side& side) {
+  return isa.repack[side.fmt] ? std::size_t(TILE) * repacked_stride(side) : 0;
+}
+Rows laid_out(const Kernels& isa, const Side& side, int head, int first, int n,
+              std::uint8_t* space) {
+  Rows rows{side.base + first * side.token_stride + head * side.head_stride, side.token_stride, n,
+            side.dim};
+  if (isa.repack[side.fmt]) {
+    const std::ptrdiff_t stride = repacked_stride(side);
+    isa.repack[side.fmt](rows, constants.book[side.fmt], space, stride);
+    rows.base = space;
+    rows.stride = stride;
+  }
+  return rows;
+}
 
 // Query rows of one KV head, prepared for the key path.
 struct Prepared {
@@ -108,6 +133,7 @@ struct KeyPlan {
   const Kernels& isa;
   const Side& side;
   Path path;
+  int layout;
   Table table;
   Spin spin;
   int width, largest;
@@ -117,11 +143,12 @@ struct KeyPlan {
       : isa(k),
         side(s),
         path(path_of(s.fmt)),
+        layout(layout_of(s.fmt)),
         table(key_table(k, s.fmt)),
         spin(s.fmt, s.dim),
         width(padded(s.dim)) {
-    order(s.fmt, s.dim, k.key_element, tile_element);
-    order(s.fmt, s.dim, k.score_element, score_element);
+    order(layout, s.dim, k.key_element, tile_element);
+    order(layout, s.dim, k.score_element, score_element);
     // A whole row of products has to fit an int32; blocks are flushed long before.
     const double room = 2147483647.0 / (double(table.largest) * s.dim);
     largest = path == ROW && room < QMAX ? int(room) : QMAX;
@@ -174,24 +201,23 @@ struct KeyPlan {
 
   // Scores of all row groups against tokens [first, last) of KV head h, at most SUPER of them.
   bool score(const Prepared& p, const RowGroup* groups, int n_groups, int h, int first, int last,
-             void* tile, float* scales, float* out) const {
+             std::uint8_t* space, void* tile, float* scales, float* out) const {
     bool ok = true;
     for (int t = first; t < last; t += TILE) {
-      const Rows rows{side.base + t * side.token_stride + h * side.head_stride, side.token_stride,
-                      std::min(TILE, last - t), side.dim};
+      const Rows rows = laid_out(isa, side, h, t, std::min(TILE, last - t), space);
       const auto to = [&](const RowGroup& g) {
         return out + g.first * SUPER + (t - first) / 2 * g.width;
       };
       if (fused(n_groups)) {
         for (int i = 0; i < n_groups; ++i) {
           const RowGroup& g = groups[i];
-          ok &= isa.score[side.fmt][width_index(g.width)](rows, table, row(p, g.first), width,
-                                                          p.scale + g.first, p.start + g.first,
-                                                          scales, to(g), SUPER / 2 * g.width);
+          ok &= isa.score[layout][width_index(g.width)](rows, table, row(p, g.first), width,
+                                                        p.scale + g.first, p.start + g.first,
+                                                        scales, to(g), SUPER / 2 * g.width);
         }
         continue;
       }
-      ok &= isa.decode_keys[side.fmt](rows, table, tile, scales);
+      ok &= isa.decode_keys[layout](rows, table, tile, scales);
       for (int i = 0; i < n_groups; ++i) {
         const RowGroup& g = groups[i];
         isa.dot[path][width_index(g.width)](row(p, g.first), width, p.scale + g.first,
@@ -241,7 +267,7 @@ class Attention {
         group_(q.heads / keys.heads),
         rows_(q.n * group_),
         blocks_((rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS) {
-    order(values.fmt, values.dim, isa.value_element, value_element_);
+    order(layout_of(values.fmt), values.dim, isa.value_element, value_element_);
     // 64 tokens of weight x entry meet in one int32.
     const double room = 2147483647.0 / (double(TILE) * std::max(1, value_table_.largest));
     largest_weight_ = room < 32767 ? int(room) : 32767;
@@ -303,6 +329,7 @@ class Attention {
  private:
   struct Worker {
     Prepared query;
+    std::uint8_t* space;
     void* tile;
     float *scales, *scores, *products, *step, *sum_of_values, *maximum, *sum, *y;
     std::int32_t* words;
@@ -310,6 +337,8 @@ class Attention {
 
   void carve(Carver& c, Worker& w) const {
     w.query.carve(c, keys_.dim);
+    w.space =
+        c.take<std::uint8_t>(std::max(repacked_bytes(isa_, keys_), repacked_bytes(isa_, values_)));
     w.tile = c.take<char>(std::max(tile_bytes(keys_), tile_bytes(values_)));
     w.scales = c.take<float>(std::max(scale_count(keys_), scale_count(values_)));
     w.scores = c.take<float>(std::size_t(BLOCK_ROWS) * SUPER);
@@ -363,7 +392,8 @@ class Attention {
           chunks_ == 1 ? w.query : prepared_[std::size_t(head * blocks_ + block)];
       for (int t = from; t < to; t += SUPER) {
         const int end = std::min(to, t + SUPER);
-        ok &= plan_.score(query, groups, n_groups, head, t, end, w.tile, w.scales, w.scores);
+        ok &=
+            plan_.score(query, groups, n_groups, head, t, end, w.space, w.tile, w.scales, w.scores);
         for (int g = 0; g < n_groups; ++g) softmax(groups[g], head, block, n, t, end, w);
         ok &= add_values(groups, n_groups, head, t, end, w);
       }
@@ -440,12 +470,12 @@ class Attention {
     // Row formats have one weight a token for all slices, block formats one for each group.
     const int all = groups_of(values_.dim), slice = value_path_ == REAL ? all : SLICE;
     for (int t = first; t < last; t += TILE) {
-      const Rows rows{values_.base + t * values_.token_stride + head * values_.head_stride,
-                      values_.token_stride, std::min(TILE, last - t), values_.dim};
+      const Rows rows = laid_out(isa_, values_, head, t, std::min(TILE, last - t), w.space);
       for (int from = 0; from < all; from += slice) {
         const int to = std::min(all, from + slice);
         const int columns = value_path_ == BLOCK ? to - from : value_path_ == ROW ? 1 : 0;
-        ok &= isa_.decode_values[values_.fmt](rows, value_table_, from, to, w.tile, w.scales);
+        ok &= isa_.decode_values[layout_of(values_.fmt)](rows, value_table_, from, to, w.tile,
+                                                         w.scales);
         for (int g = 0; g < n_groups; ++g) {
           const int width = groups[g].width, index = width_index(width), plane = SUPER / 2 * width;
           const float* p = w.scores + groups[g].first * SUPER + (t - first) / 2 * width;
@@ -538,11 +568,13 @@ bool scores(const Kernels& isa, int threads, const Query& q, const Side& keys, f
   const int blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, supers = (keys.n + SUPER - 1) / SUPER;
   struct Worker {
     Prepared query;
+    std::uint8_t* space;
     void* tile;
     float *scales, *scores;
   };
   const auto carve = [&](Carver& c, Worker& w) {
     w.query.carve(c, keys.dim);
+    w.space = c.take<std::uint8_t>(repacked_bytes(isa, keys));
     w.tile = c.take<char>(tile_bytes(keys));
     w.scales = c.take<float>(scale_count(keys));
     w.scores = c.take<float>(std::size_t(BLOCK_ROWS) * SUPER);
@@ -568,7 +600,7 @@ bool scores(const Kernels& isa, int threads, const Query& q, const Side& keys, f
       plan.prepare(r < n ? query_row(q, group, head, first + r) : nullptr, factor, r, n_groups,
                    w.query);
     const int t0 = super * SUPER, t1 = std::min(keys.n, t0 + SUPER);
-    if (!plan.score(w.query, groups, n_groups, head, t0, t1, w.tile, w.scales, w.scores))
+    if (!plan.score(w.query, groups, n_groups, head, t0, t1, w.space, w.tile, w.scales, w.scores))
       ok = false;
     for (int g = 0; g < n_groups; ++g)
       for (int j = 0; j < groups[g].width && groups[g].first + j < n; ++j) {

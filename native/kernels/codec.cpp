@@ -71,9 +71,10 @@ void finish_book(int fmt, Book& book) {
     // whose rounding matters more (NMSE 2e-7 with one bit moved from the weight to the entry).
     book.key = integer_table(book, 16383);
     book.value_side = integer_table(book, 4095);
-  } else {
-    book.key = book.value_side = exact_table(book);
+    return;
   }
+  book.key = book.value_side = exact_table(book);
+  for (int i = 0; i < book.count; ++i) book.byte[i] = std::int8_t(book.value[i]);
 }
 
 Spin::Spin(int fmt, int dim) {
@@ -81,9 +82,9 @@ Spin::Spin(int fmt, int dim) {
     signs = constants.signs32;
     period = GROUP;
     for (int d = 0; d < dim; d += GROUP) parts[n_parts++] = GROUP;
-  } else if (path_of(fmt) == ROW) {
-    signs = constants.head_signs;
-    period = MAX_DIM;
+  } else if (path_of(fmt) == ROW || fmt == Q4_0_ROT) {
+    signs = fmt == Q4_0_ROT ? constants.no_signs : constants.head_signs;
+    period = fmt == Q4_0_ROT ? GROUP : MAX_DIM;
     for (int bit = MAX_DIM; bit; bit /= 2)
       if (dim & bit) parts[n_parts++] = bit;
   }
@@ -140,6 +141,17 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, int fmt, const float* x, 
   return -1;
 }
 
+// One row, stored domain. False if a stored scale or element is not finite.
+static bool decode_row(const Kernels& isa, int fmt, const std::uint8_t* row, int dim, float* out) {
+  const Book& book = constants.book[fmt];
+  std::uint8_t repacked[MAX_DIM + 2];
+  if (isa.repack[fmt]) {
+    isa.repack[fmt]({row, 0, 1, dim}, book, repacked, 0);
+    row = repacked;
+  }
+  return isa.decode[layout_of(fmt)](row, dim, book, out);
+}
+
 std::ptrdiff_t decode(const Kernels& isa, int threads, int fmt, const std::uint8_t* blocks,
                       std::ptrdiff_t stride, std::ptrdiff_t rows, int dim, const float* scale,
                       float* out) {
@@ -151,7 +163,7 @@ std::ptrdiff_t decode(const Kernels& isa, int threads, int fmt, const std::uint8
     const std::ptrdiff_t last = std::min(rows, (task + 1) * ROWS_PER_TASK);
     for (std::ptrdiff_t row = task * ROWS_PER_TASK; row < last; ++row) {
       float* y = out + row * dim;
-      if (!isa.decode[fmt](blocks + row * stride, dim, constants.book[fmt], y)) {
+      if (!decode_row(isa, fmt, blocks + row * stride, dim, y)) {
         std::ptrdiff_t seen = bad.load();
         while (row < seen && !bad.compare_exchange_weak(seen, row)) {
         }
@@ -172,8 +184,8 @@ std::ptrdiff_t first_bad_row(const Kernels& isa, const Side& side) {
   const std::unique_ptr<float[]> row(new float[std::size_t(side.dim)]);
   for (int t = 0; t < side.n; ++t)
     for (int h = 0; h < side.heads; ++h)
-      if (!isa.decode[side.fmt](side.base + t * side.token_stride + h * side.head_stride, side.dim,
-                                constants.book[side.fmt], row.get()))
+      if (!decode_row(isa, side.fmt, side.base + t * side.token_stride + h * side.head_stride,
+                      side.dim, row.get()))
         return std::ptrdiff_t(t) * side.heads + h;
   return -1;
 }

@@ -1,4 +1,5 @@
-// Unpacking of stored codes with 256-bit instructions, shared by the AVX2 and AVX-512 kernels.
+// Unpacking of stored codes, and the search through a trellis, with 256-bit instructions: shared by
+// the AVX2 and AVX-512 kernels.
 //
 // A group of 32 codes becomes one register of 32 bytes in natural order: broadcast the packed
 // bytes, shift every lane by its own amount, mask.
@@ -39,13 +40,24 @@ struct CodesAvx2 {
     const __m256i two = _mm256_and_si256(
         _mm256_srlv_epi64(_mm256_set1_epi64x(std::int64_t(low)), _mm256_setr_epi64x(0, 2, 4, 6)),
         _mm256_set1_epi8(3));
+    return _mm256_or_si256(two, _mm256_and_si256(natural_codes(high), _mm256_set1_epi8(4)));
+  }
+  // Bytes of all ones where the bit of a value is set: bits in natural order, or by steps of the
+  // trellis formats (bits 4j .. 4j + 3 are values j, j + 8, j + 16, j + 24).
+  static Codes natural_codes(std::uint32_t bits) {
     const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
                                             2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
-    const __m256i bit = _mm256_set1_epi64x(std::int64_t(0x8040201008040201));
-    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(std::int32_t(high)), spread);
-    const __m256i third =
-        _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), _mm256_set1_epi8(4));
-    return _mm256_or_si256(two, third);
+    return test(bits, spread, _mm256_set1_epi64x(std::int64_t(0x8040201008040201)));
+  }
+  static Codes step_codes(std::uint32_t bits) {
+    const __m256i spread = _mm256_set1_epi64x(0x0303020201010000);
+    const __m256i bit = _mm256_setr_epi64x(0x1001100110011001, 0x2002200220022002,
+                                           0x4004400440044004, std::int64_t(0x8008800880088008));
+    return test(bits, spread, bit);
+  }
+  static Codes test(std::uint32_t bits, __m256i spread, __m256i bit) {
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(std::int32_t(bits)), spread);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
   }
   static Codes codes3_planes(const std::uint8_t* low, const std::uint8_t* high) {
     std::uint64_t l;
@@ -86,8 +98,96 @@ struct CodesAvx2 {
   static Codes codes8(const std::uint8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
+  static Codes codes8_half(const std::uint8_t* p) {
+    return _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   static void store_codes(std::uint8_t* p, Codes codes) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
+  }
+
+  // Repacking: bits to every second bit, carry-less products, 32-entry lookups.
+  static std::uint64_t every_second(std::uint32_t bits) {
+    return _pdep_u64(bits, 0x5555555555555555);
+  }
+  static std::uint64_t carryless(std::uint64_t x, std::uint32_t taps) {
+    return std::uint64_t(_mm_cvtsi128_si64(_mm_clmulepi64_si128(
+        _mm_cvtsi64_si128(std::int64_t(x)), _mm_cvtsi64_si128(std::int64_t(taps)), 0)));
+  }
+  struct ByteLut {
+    __m256i low, high;
+    explicit ByteLut(const std::int8_t* e) : low(twice(e)), high(twice(e + 16)) {}
+    static __m256i twice(const std::int8_t* e) {
+      return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(e)));
+    }
+    // 32 bytes of the codes whose low nibbles are `even` and `odd` and whose fifth bits are masks.
+    void store(std::uint64_t even, std::uint64_t odd, Codes fifth, std::uint8_t* out) const {
+      const Codes nibbles = Nibbles{_mm_set_epi64x(std::int64_t(odd), std::int64_t(even))};
+      store_codes(out, _mm256_blendv_epi8(_mm256_shuffle_epi8(low, nibbles),
+                                          _mm256_shuffle_epi8(high, nibbles), fifth));
+    }
+  };
+
+  // Costs of all states after n steps, and for each step and state whether the higher predecessor
+  // was the cheaper one.
+  static void walk(const float* distance, int n, const Trellis& trellis, float* cost,
+                   std::uint8_t* decisions) {
+    const int states = trellis.states;
+    if (states == 8) return walk8(distance, n, trellis, cost, decisions);
+    // A register of eight states takes four subsets from each half of the states before it. By
+    // linearity these are those of the first register, XORed with one number.
+    const __m256i select = subsets(trellis, 0);
+    std::uint8_t other[2][MAX_STATES / 8];
+    for (int h = 0; h < 2; ++h) {
+      for (int r = 0; r < states / 8; ++r) other[h][r] = trellis.subset_of[h * states + 8 * r];
+    }
+    alignas(32) float next[MAX_STATES];
+    float *from = cost, *to = next;
+    for (int t = 0; t < n; ++t, distance += 4, decisions += states / 8) {
+      alignas(32) float added[4][8];
+      const __m256 four = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(distance));
+      for (int x = 0; x < 4; ++x)
+        _mm256_store_ps(added[x],
+                        _mm256_permutevar_ps(four, _mm256_xor_si256(select, _mm256_set1_epi32(x))));
+      const __m256i pairs = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
+      for (int r = 0; r < states / 8; ++r) {
+        const auto predecessors = [&](int at) {
+          return _mm256_permutevar_ps(
+              _mm256_broadcast_ps(reinterpret_cast<const __m128*>(from + at)), pairs);
+        };
+        const __m256 low = _mm256_add_ps(predecessors(4 * r), _mm256_load_ps(added[other[0][r]]));
+        const __m256 high =
+            _mm256_add_ps(predecessors(4 * r + states / 2), _mm256_load_ps(added[other[1][r]]));
+        decisions[r] = std::uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(high, low, _CMP_LT_OQ)));
+        _mm256_store_ps(to + 8 * r, _mm256_min_ps(high, low));
+      }
+      float* const swap = from;
+      from = to;
+      to = swap;
+    }
+    if (from != cost) std::memcpy(cost, from, std::size_t(states) * sizeof(float));
+  }
+
+ private:
+  static __m256i subsets(const Trellis& trellis, int first) {
+    return _mm256_cvtepu8_epi32(
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(trellis.subset_of + first)));
+  }
+  static void walk8(const float* distance, int n, const Trellis& trellis, float* cost,
+                    std::uint8_t* decisions) {
+    const __m256i low_states = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
+    const __m256i high_states = _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7);
+    const __m256i select_low = subsets(trellis, 0), select_high = subsets(trellis, 8);
+    __m256 all = _mm256_load_ps(cost);
+    for (int t = 0; t < n; ++t, distance += 4) {
+      const __m256 four = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(distance));
+      const __m256 low = _mm256_add_ps(_mm256_permutevar8x32_ps(all, low_states),
+                                       _mm256_permutevar_ps(four, select_low));
+      const __m256 high = _mm256_add_ps(_mm256_permutevar8x32_ps(all, high_states),
+                                        _mm256_permutevar_ps(four, select_high));
+      decisions[t] = std::uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(high, low, _CMP_LT_OQ)));
+      all = _mm256_min_ps(high, low);
+    }
+    _mm256_store_ps(cost, all);
   }
 };
 

@@ -7,6 +7,7 @@
 //
 // Three paths lead to a dot product, by where a format keeps its scale:
 //   row    one scale a row, integer codes:   16-bit query x 16-bit codes in int32, scaled per token
+//          (rows that are not laid out as one of tq8, tq4 and tq3 are repacked first: layout_of)
 //   block  one scale per 32 values:          the same, flushed to float every 32 values
 //   real   float elements:                   float FMA
 //
@@ -20,7 +21,28 @@
 
 namespace kvproof {
 
-enum Fmt : int { F16, BF16, FP8_E4M3, Q8_0, Q4_0, TBQ4_0, TBQ3_0, TQ4, TQ3, FORMATS };
+enum Fmt : int {
+  F16,
+  BF16,
+  FP8_E4M3,
+  Q8_0,
+  Q4_0,
+  TBQ4_0,
+  TBQ3_0,
+  TQ4,
+  TQ3,
+  Q4_0_ROT,
+  TQ8,
+  TQ5,
+  TQ2,
+  TCQ4,
+  TCQ4_64,
+  TCQ3,
+  TCQ3_64,
+  TCQ2,
+  TCQ2_64,
+  FORMATS
+};
 enum Path : int { ROW, BLOCK, REAL, PATHS };
 
 constexpr int TILE = 64;       // tokens decoded at once: 64 x 128 int16 is half of a 32 KiB L1
@@ -31,13 +53,90 @@ constexpr int QMAX = 16383;    // largest quantised query value
 constexpr int WIDTHS = 3;      // row-group widths: 1, 2 and 4 query rows share each load
 constexpr int SLICE = 4;       // groups of values decoded at once: a wider tile would leave L1
 
-constexpr Path path_of(int f) { return f <= FP8_E4M3 ? REAL : f <= TBQ3_0 ? BLOCK : ROW; }
+constexpr Path path_of(int f) {
+  switch (f) {
+    case F16:
+    case BF16:
+    case FP8_E4M3:
+      return REAL;
+    case Q8_0:
+    case Q4_0:
+    case Q4_0_ROT:
+    case TBQ4_0:
+    case TBQ3_0:
+      return BLOCK;
+    default:
+      return ROW;
+  }
+}
+
+// Format whose kernels read the rows of f: f itself, or what its rows are repacked to.
+constexpr int layout_of(int f) {
+  switch (f) {
+    case Q4_0_ROT:
+      return Q4_0;
+    case TQ5:
+    case TCQ4:
+    case TCQ4_64:
+      return TQ8;
+    case TQ2:
+    case TCQ3:
+    case TCQ3_64:
+    case TCQ2:
+    case TCQ2_64:
+      return TQ4;
+    default:
+      return f;
+  }
+}
 
 // Bytes of a block, or of an element; 0 for whole-row formats.
 constexpr int block_bytes(int f) {
-  constexpr int bytes[FORMATS] = {2, 2, 1, 34, 18, 18, 14, 0, 0};
-  return bytes[f];
+  switch (f) {
+    case F16:
+    case BF16:
+      return 2;
+    case FP8_E4M3:
+      return 1;
+    case Q8_0:
+      return 34;
+    case Q4_0:
+    case Q4_0_ROT:
+    case TBQ4_0:
+      return 18;
+    case TBQ3_0:
+      return 14;
+    default:
+      return 0;
+  }
 }
+
+// Formats of one name but another number of states share their functions.
+constexpr int trellis_of(int f) {
+  return f == TCQ4_64 ? TCQ4 : f == TCQ3_64 ? TCQ3 : f == TCQ2_64 ? TCQ2 : f;
+}
+constexpr bool has_trellis(int f) { return f >= TCQ4 && f <= TCQ2_64; }
+
+// Bits of a code of a row format, and bytes of the unit at the end of a row.
+constexpr int code_bits(int f) {
+  switch (trellis_of(f)) {
+    case TQ8:
+      return 8;
+    case TQ5:
+      return 5;
+    case TQ4:
+    case TCQ4:
+      return 4;
+    case TQ3:
+    case TCQ3:
+      return 3;
+    default:
+      return 2;
+  }
+}
+constexpr int unit_bytes(int f) { return has_trellis(f) ? 1 : 2; }
+// And of the bits of the path before the row, which some trellis formats store before the unit.
+constexpr int start_bytes(int f) { return f == TCQ3_64 || f == TCQ2 || f == TCQ2_64; }
 
 constexpr std::ptrdiff_t row_bytes(int f, int dim) {
   switch (path_of(f)) {
@@ -46,7 +145,7 @@ constexpr std::ptrdiff_t row_bytes(int f, int dim) {
     case BLOCK:
       return std::ptrdiff_t(block_bytes(f)) * (dim / GROUP);
     default:
-      return std::ptrdiff_t(dim) * (f == TQ4 ? 4 : 3) / 8 + 2;
+      return std::ptrdiff_t(dim) * code_bits(f) / 8 + start_bytes(f) + unit_bytes(f);
   }
 }
 
@@ -64,7 +163,7 @@ struct Rows {
   int dim;
 };
 
-// Integer table of a codebook: value = (entry - offset) / scale. 8-entry books are repeated to 16.
+// Integer table of a codebook: value = (entry - offset) / scale. Shorter books are repeated to 16.
 struct Table {
   std::int16_t entry[16];
   float scale;
@@ -72,15 +171,38 @@ struct Table {
   int offset;
 };
 
+constexpr int MAX_STATES = 256;
+
+// A trellis code: see trellis.h. Bit j of a set of taps stands for the path's bit j steps ago.
+struct Trellis {
+  int states = 0;
+  int start_bytes = 0;         // 1: the encoder chooses the bits before a row, and stores them
+  std::uint32_t taps[2] = {};  // whose XOR is bit 0 and bit 1 of the subset
+  int n_offsets = 0;           // units tried: bytes beside the nearest one
+  int offset[16] = {};
+  float entry[4][8] = {}, cut[4][8] = {};       // of each subset, ascending
+  std::uint8_t subset_of[2 * MAX_STATES] = {};  // by the last bits of the path, newest in bit 0
+};
+
+// Units that a row names by one byte.
+struct Units {
+  std::uint16_t half[256];
+  float value[256], inverse[256];  // inverse[0] is 0
+  float cut[256];                  // nearest byte = number of cuts below, 256: beyond the table
+};
+
 // Everything about a codebook format that Python hands over at import.
 struct Book {
-  int count = 0;         // 8 or 16
-  float value[16] = {};  // ascending
-  float cut[15] = {};    // code = number of cuts < z
+  int count = 0;         // 4, 8, 16 or 32
+  float value[32] = {};  // ascending
+  float cut[31] = {};    // code = number of cuts < z
   float start = 0;       // row formats: unit of a unit-variance row,
   int n_tries = 0;       // and the multiples of it that are tried
   float tries[16] = {};
   Table key = {}, value_side = {};
+  alignas(32) std::int8_t byte[32] = {};  // row formats: the entries
+  const Trellis* trellis = nullptr;       // where it has one,
+  const Units* units = nullptr;           // and its units
 };
 
 struct Counts {
@@ -96,6 +218,10 @@ struct Kernels {
   const char* name;
   // Entries of the row formats have to be shifted to 0..255: see Table.
   bool unsigned_rows;
+  // Rows of a format whose layout_of is another: out[token] becomes its row in that layout. Null
+  // for the others, whose rows are read as they are stored.
+  void (*repack[FORMATS])(const Rows&, const Book&, std::uint8_t* out, std::ptrdiff_t stride);
+  // The functions down to `score` take layouts as formats.
   // Position 0..31 of a group as decode_keys, score and decode_values order it -> its code.
   int (*key_element)(int format, int position);
   int (*score_element)(int format, int position);

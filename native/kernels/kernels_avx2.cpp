@@ -7,6 +7,7 @@
 #if defined(__x86_64__)
 #include "codes_avx2.h"
 #include "leaf.h"
+#include "trellis.h"
 
 namespace kvproof {
 namespace {
@@ -60,8 +61,22 @@ struct Avx2 : CodesAvx2 {
   static W flip_unless_positive(F z, W n) {
     return _mm256_xor_si256(n, _mm256_castps_si256(_mm256_cmp_ps(z, zero(), _CMP_NGT_UQ)));
   }
-  static F look_up(const float* eight, W index) {
-    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(eight), index);
+  template <int COUNT>
+  static F look_up(const float* entry, W index) {
+    const F low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(entry), index);
+    if constexpr (COUNT <= 8) return low;
+    const F high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(entry + 8), index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  }
+  static void store_by_four(const F* x, float* out) {  // lane i of the four to out[4 * i]
+    const F a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
+    const F c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
+    const F rows[4] = {_mm256_shuffle_ps(a, c, 0x44), _mm256_shuffle_ps(a, c, 0xee),
+                       _mm256_shuffle_ps(b, d, 0x44), _mm256_shuffle_ps(b, d, 0xee)};
+    for (int i = 0; i < 4; ++i) {
+      _mm_storeu_ps(out + 4 * i, _mm256_castps256_ps128(rows[i]));
+      _mm_storeu_ps(out + 4 * i + 16, _mm256_extractf128_ps(rows[i], 1));
+    }
   }
   static bool all_below(F x, F limit) {
     return _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ)) == 0xff;
@@ -231,7 +246,15 @@ struct Avx2 : CodesAvx2 {
   static void key_words_row(const Lut& lut, Codes codes, W* out) {
     even_odd(_mm256_shuffle_epi8(lut.low, codes), out);
   }
+  static W shifted(Codes bytes) {  // signed bytes to unsigned ones, 128 higher
+    return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
+  }
+  static void key_words_bytes(Codes bytes, W* out) { even_odd(shifted(bytes), out); }
   // Value pairs stay bytes, two of each token by turns: half of the stores and loads.
+  static void store_values_bytes(Codes a, Codes b, std::uint8_t* out) {
+    store_words(out, shifted(_mm256_unpacklo_epi16(a, b)));
+    store_words(out + 32, shifted(_mm256_unpackhi_epi16(a, b)));
+  }
   static void store_values_row(const Lut& lut, Codes a, Codes b, std::uint8_t* out) {
     store_words(out, _mm256_shuffle_epi8(lut.low, _mm256_unpacklo_epi16(a, b)));
     store_words(out + 32, _mm256_shuffle_epi8(lut.low, _mm256_unpackhi_epi16(a, b)));

@@ -7,6 +7,7 @@
 #if defined(__x86_64__)
 #include "codes_avx2.h"
 #include "leaf.h"
+#include "trellis.h"
 
 namespace kvproof {
 namespace {
@@ -50,8 +51,23 @@ struct Avx512 : CodesAvx2 {
     return _mm512_mask_xor_epi32(n, _mm512_cmp_ps_mask(z, zero(), _CMP_NGT_UQ), n,
                                  _mm512_set1_epi32(-1));
   }
-  static F look_up(const float* eight, W index) {
-    return _mm512_permutexvar_ps(index, _mm512_castps256_ps512(_mm256_loadu_ps(eight)));
+  template <int COUNT>
+  static F look_up(const float* entry, W index) {
+    if constexpr (COUNT <= 8)
+      return _mm512_permutexvar_ps(index, _mm512_castps256_ps512(_mm256_loadu_ps(entry)));
+    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(entry));
+  }
+  static void store_by_four(const F* x, float* out) {  // lane i of the four to out[4 * i]
+    const F a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+    const F c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+    const F rows[4] = {_mm512_shuffle_ps(a, c, 0x44), _mm512_shuffle_ps(a, c, 0xee),
+                       _mm512_shuffle_ps(b, d, 0x44), _mm512_shuffle_ps(b, d, 0xee)};
+    for (int i = 0; i < 4; ++i) {
+      _mm_storeu_ps(out + 4 * i, _mm512_castps512_ps128(rows[i]));
+      _mm_storeu_ps(out + 4 * i + 16, _mm512_extractf32x4_ps(rows[i], 1));
+      _mm_storeu_ps(out + 4 * i + 32, _mm512_extractf32x4_ps(rows[i], 2));
+      _mm_storeu_ps(out + 4 * i + 48, _mm512_extractf32x4_ps(rows[i], 3));
+    }
   }
   static bool all_below(F x, F limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ) == 0xffff; }
   static F tie_magnitude(F z) {  // |z|, one ulp up unless z > 0
@@ -228,6 +244,10 @@ struct Avx512 : CodesAvx2 {
     key_words_signed(_mm256_unpacklo_epi8(a, b), words);
     key_words_signed(_mm256_unpackhi_epi8(a, b), words + 1);
     for (int i = 0; i < 2; ++i) store_words(out + 32 * i, words[i]);
+  }
+  static void key_words_bytes(Codes codes, W* out) { key_words_signed(codes, out); }
+  static void store_values_bytes(Codes a, Codes b, std::int16_t* out) {
+    store_values_signed(a, b, out);
   }
   template <class Any>
   static void key_words_row(const Lut& lut, Any codes, W* out) {

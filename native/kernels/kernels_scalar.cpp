@@ -1,5 +1,6 @@
 // Scalar kernels: the operations of leaf.h as plain loops over four lanes, no intrinsics.
 #include "leaf.h"
+#include "trellis.h"
 
 namespace kvproof {
 namespace {
@@ -73,8 +74,9 @@ struct Scalar {
   static W flip_unless_positive(F z, W n) {
     return each_word([=](int i) { return z.v[i] > 0 ? n.v[i] : ~n.v[i]; });
   }
-  static F look_up(const float* eight, W index) {
-    return each([=](int i) { return eight[index.v[i]]; });
+  template <int COUNT>
+  static F look_up(const float* entry, W index) {
+    return each([=](int i) { return entry[index.v[i]]; });
   }
   static bool all_below(F x, F limit) {
     return x.v[0] < limit.v[0] && x.v[1] < limit.v[1] && x.v[2] < limit.v[2] && x.v[3] < limit.v[3];
@@ -210,6 +212,11 @@ struct Scalar {
     std::memcpy(out.c, p, GROUP);
     return out;
   }
+  static Codes codes8_half(const std::uint8_t* p) {
+    Codes out = {};
+    std::memcpy(out.c, p, GROUP / 2);
+    return out;
+  }
   static void store_codes(std::uint8_t* p, const Codes& codes) { std::memcpy(p, codes.c, GROUP); }
 
   static void key_words(const Lut& lut, const Codes& codes, W* out) {
@@ -222,6 +229,7 @@ struct Scalar {
     for (int i = 0; i < GROUP; ++i) v[i] = std::int8_t(codes.c[i]);
     std::memcpy(out, v, sizeof v);
   }
+  static void key_words_bytes(const Codes& codes, W* out) { key_words_signed(codes, out); }
   static void store_values(const Lut& lut, const Codes& a, const Codes& b, std::int16_t* out) {
     for (int i = 0; i < GROUP; ++i) {
       out[2 * i] = lut.entry[a.c[i] & 15];
@@ -234,11 +242,75 @@ struct Scalar {
       out[2 * i + 1] = std::int8_t(b.c[i]);
     }
   }
+  static void store_values_bytes(const Codes& a, const Codes& b, std::int16_t* out) {
+    store_values_signed(a, b, out);
+  }
   static void key_words_row(const Lut& lut, const Codes& codes, W* out) {
     key_words(lut, codes, out);
   }
   static void store_values_row(const Lut& lut, const Codes& a, const Codes& b, std::int16_t* out) {
     store_values(lut, a, b, out);
+  }
+
+  // Repacking: bits to every second bit, carry-less products, bits to bytes, 32-entry lookups.
+  static std::uint64_t every_second(std::uint32_t bits) {
+    std::uint64_t x = bits;
+    x = (x | x << 16) & 0x0000ffff0000ffff;
+    x = (x | x << 8) & 0x00ff00ff00ff00ff;
+    x = (x | x << 4) & 0x0f0f0f0f0f0f0f0f;
+    x = (x | x << 2) & 0x3333333333333333;
+    return (x | x << 1) & 0x5555555555555555;
+  }
+  static std::uint64_t carryless(std::uint64_t x, std::uint32_t taps) {
+    std::uint64_t sum = 0;
+    for (int j = 0; taps >> j; ++j)
+      if (taps >> j & 1) sum ^= x << j;
+    return sum;
+  }
+  static Codes natural_codes(std::uint32_t bits) {
+    Codes out;
+    for (int i = 0; i < GROUP; ++i) out.c[i] = bits >> i & 1;
+    return out;
+  }
+  static Codes step_codes(std::uint32_t bits) {
+    Codes out;
+    for (int p = 0; p < GROUP; ++p) out.c[step_element(p, GROUP)] = bits >> p & 1;
+    return out;
+  }
+  struct ByteLut {
+    const std::int8_t* entry;
+    explicit ByteLut(const std::int8_t* e) : entry(e) {}
+    void store(std::uint64_t even, std::uint64_t odd, const Codes& fifth, std::uint8_t* out) const {
+      std::uint8_t bytes[16];
+      std::memcpy(bytes, &even, 8);
+      std::memcpy(bytes + 8, &odd, 8);
+      const Codes nibbles = codes4(bytes);
+      for (int i = 0; i < GROUP; ++i) out[i] = std::uint8_t(entry[nibbles.c[i] | fifth.c[i] << 4]);
+    }
+  };
+
+  // Encoding of trellis codes.
+  static void store_by_four(const F* x, float* out) {
+    for (int i = 0; i < 4; ++i)
+      for (int s = 0; s < 4; ++s) out[4 * i + s] = x[s].v[i];
+  }
+  static void walk(const float* distance, int n, const Trellis& trellis, float* cost,
+                   std::uint8_t* decisions) {
+    const int states = trellis.states, half = states / 2;
+    for (int t = 0; t < n; ++t, distance += 4, decisions += states / 8) {
+      float before[MAX_STATES];
+      std::memcpy(before, cost, std::size_t(states) * sizeof(float));
+      for (int first = 0; first < states; first += 8) {
+        unsigned from_high = 0;
+        for (int s = first; s < first + 8; ++s) {
+          const float low = before[s / 2] + distance[trellis.subset_of[s]];
+          const float high = before[s / 2 + half] + distance[trellis.subset_of[s + states]];
+          cost[s] = high < low ? high : low;
+          from_high |= unsigned(high < low) << s % 8;
+        }
+        decisions[first / 8] = std::uint8_t(from_high);
+      }
+    }
   }
   static int key_element(int, int position) { return position; }
   static int value_element(int, int position) { return position; }

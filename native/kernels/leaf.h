@@ -9,6 +9,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "half.h"
 #include "kernels.h"
@@ -27,6 +28,8 @@ inline auto whole_group(const std::uint8_t* row, int g, int dim) {
     return I::codes4(row + 16 * g);
   } else if constexpr (F == TQ3) {
     return I::codes3_planes(row + 8 * g, row + dim / 4 + 4 * g);
+  } else if constexpr (F == TQ8) {
+    return I::codes8(row + GROUP * g);
   } else {
     const std::uint8_t* p = row + block_bytes(F) * g + 2;
     if constexpr (F == Q8_0)
@@ -43,6 +46,8 @@ template <class I, int F>
 inline auto half_group(const std::uint8_t* row, int g, int dim) {
   if constexpr (F == TQ4)
     return I::codes4_half(row + 16 * g);
+  else if constexpr (F == TQ8)
+    return I::codes8_half(row + GROUP * g);
   else
     return I::codes3_planes_half(row + 8 * g, row + dim / 4 + 4 * g);
 }
@@ -66,6 +71,8 @@ template <class I, int F, class Codes>
 inline void key_words(const typename I::Lut& lut, const Codes& codes, typename I::W* out) {
   if constexpr (F == Q8_0)
     I::key_words_signed(codes, out);
+  else if constexpr (F == TQ8)
+    I::key_words_bytes(codes, out);
   else if constexpr (path_of(F) == ROW)
     I::key_words_row(lut, codes, out);
   else
@@ -136,6 +143,8 @@ bool decode_values_coded(const Rows& rows, const Table& table, int first, int la
       Value* to = o + 2 * (g - first) * GROUP;
       if constexpr (F == Q8_0)
         I::store_values_signed(ca, cb, to);
+      else if constexpr (F == TQ8)
+        I::store_values_bytes(ca, cb, to);
       else if constexpr (path_of(F) == ROW)
         I::store_values_row(lut, ca, cb, to);
       else
@@ -910,10 +919,10 @@ inline float fit(const float* y, int n, float inverse, const Book& book, std::ui
       const typename I::F row = I::load(y + i + part * L), z = I::mul(row, factor);
       const typename I::F a = I::tie_magnitude(z);
       typename I::W above = I::zero_words();
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int k = HALF; k + 1 < COUNT; ++k)
         above = I::count_above_positive(above, a, I::set(book.cut[k]));
-      const typename I::F magnitude = I::look_up(book.value + HALF, above);
+      const typename I::F magnitude = I::template look_up<HALF>(book.value + HALF, above);
       if constexpr (CODES) {
         alignas(64) std::int32_t lanes[L];
         I::store_words(lanes, I::flip_unless_positive(z, above));  // n or -1 - n
@@ -934,17 +943,51 @@ inline void pack4(const std::uint8_t* codes, int n, std::uint8_t* out) {  // n c
   for (int j = 0; j < half; ++j) out[j] = std::uint8_t(codes[j] | codes[j + half] << 4);
 }
 
-template <class I, int F>
-void encode_row(float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
-  constexpr int COUNT = F == TQ4 ? 16 : 8;
-  alignas(64) std::uint8_t codes[MAX_DIM];
+// n 2-bit codes -> n / 4 bytes: byte j holds codes j, j + n / 4, j + n / 2 and j + 3n / 4.
+inline void pack2(const std::uint8_t* codes, int n, std::uint8_t* out) {
+  const int quarter = n / 4;
+  for (int j = 0; j < quarter; ++j) {
+    const std::uint8_t* c = codes + j;
+    out[j] = std::uint8_t((c[0] & 3) | (c[quarter] & 3) << 2 | (c[2 * quarter] & 3) << 4 |
+                          (c[3 * quarter] & 3) << 6);
+  }
+}
+
+// Bit `bit` of n codes -> n / 8 bytes.
+inline void pack1(const std::uint8_t* codes, int n, int bit, std::uint8_t* out) {
+  for (int i = 0; i < n; i += 8) {
+    int bits = 0;
+    for (int j = 0; j < 8; ++j) bits |= (codes[i + j] >> bit & 1) << j;
+    out[i / 8] = std::uint8_t(bits);
+  }
+}
+
+// Stores the unit at the end of a row that came from y.
+template <class I>
+inline void store_unit(float unit, const float* y, int dim, std::uint8_t* end, Counts& counts) {
+  const std::uint16_t h = store_scale(unit, counts);
+  // Squares of tiny rows vanish, so their unit is 0 before it is stored.
+  if (unit == 0 && largest_magnitude<I>(y, dim) != 0) ++counts.flushed;
+  std::memcpy(end - 2, &h, 2);
+}
+
+// Root of the mean square, in the order of the reference.
+template <class I>
+inline float root_mean_square(const float* y, int dim) {
   LaneSum<I> energy;
   for (int i = 0; i < dim; i += 16)
     for (int part = 0; part < LaneSum<I>::PARTS; ++part) {
       const typename I::F v = I::load(y + i + part * I::LANES);
       energy.part[part] = I::add(energy.part[part], I::mul(v, v));
     }
-  const float base = __builtin_sqrtf(energy.total() / float(dim)) * book.start;
+  return __builtin_sqrtf(energy.total() / float(dim));
+}
+
+template <class I, int F>
+void encode_row(float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
+  constexpr int COUNT = 1 << code_bits(F);
+  alignas(64) std::uint8_t codes[MAX_DIM];
+  const float base = root_mean_square<I>(y, dim) * book.start;
   float unit = base, gain = -__builtin_inff(), explained;
   for (int i = 0; i < book.n_tries; ++i) {
     const float candidate =
@@ -961,26 +1004,30 @@ void encode_row(float* y, int dim, const Book& book, std::uint8_t* out, Counts& 
     std::memset(codes, 0, std::size_t(dim));
   }
   for (int s = 0; s < dim; s += GROUP) {
-    const int n = smaller(GROUP, dim - s), quarter = n / 4;
-    if constexpr (F == TQ4) {
+    const int n = smaller(GROUP, dim - s);
+    if constexpr (F == TQ4 || F == TQ5) {
+      if constexpr (F == TQ5) pack1(codes + s, n, 4, out + dim / 2 + s / 8);
+      for (int i = s; F == TQ5 && i < s + n; ++i) codes[i] &= 15;
       pack4(codes + s, n, out + s / 2);
     } else {
-      for (int j = 0; j < quarter; ++j) {
-        const std::uint8_t* c = codes + s + j;
-        out[s / 4 + j] = std::uint8_t((c[0] & 3) | (c[quarter] & 3) << 2 |
-                                      (c[2 * quarter] & 3) << 4 | (c[3 * quarter] & 3) << 6);
-      }
-      for (int i = s; i < s + n; i += 8) {
-        int bits = 0;
-        for (int j = 0; j < 8; ++j) bits |= (codes[i + j] >> 2) << j;
-        out[dim / 4 + i / 8] = std::uint8_t(bits);
-      }
+      if constexpr (F == TQ3) pack1(codes + s, n, 2, out + dim / 4 + s / 8);
+      pack2(codes + s, n, out + s / 4);
     }
   }
-  const std::uint16_t h = store_scale(unit, counts);
-  // Squares of tiny rows vanish, so their unit is 0 before it is stored.
-  if (unit == 0 && largest_magnitude<I>(y, dim) != 0) ++counts.flushed;
-  std::memcpy(out + row_bytes(F, dim) - 2, &h, 2);
+  store_unit<I>(unit, y, dim, out + row_bytes(F, dim), counts);
+}
+
+template <class I>
+void encode_bytes(float* y, int dim, const Book&, std::uint8_t* out, Counts& counts) {
+  const float unit = largest_magnitude<I>(y, dim) / 127;
+  const typename I::F inverse = I::set(reciprocal(unit));
+  constexpr int L = I::LANES;
+  for (int i = 0; i < dim; i += L) {
+    alignas(64) std::int32_t lanes[L];
+    I::store_words(lanes, I::to_words(I::mul(I::load(y + i), inverse)));
+    for (int j = 0; j < L; ++j) out[i + j] = std::uint8_t(lanes[j]);
+  }
+  store_unit<I>(unit, y, dim, out + row_bytes(TQ8, dim), counts);
 }
 
 template <class I, int F>
@@ -1117,11 +1164,12 @@ bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) 
       for (int i = 0; i < n; ++i) {
         // A last group of 16 fills the first half of each plane of its bytes.
         const int c = n == GROUP ? codes[i]
+                      : F == TQ8 ? codes[i]
                       : F == TQ4 ? codes[i % 8 + i / 8 * 16]
                                  : codes[i % 4 + i / 4 * 8];
-        const float value = F == Q8_0   ? float(std::int8_t(c))
-                            : F == Q4_0 ? float(c - 8)
-                                        : book.value[c];
+        const float value = F == Q8_0 || F == TQ8 ? float(std::int8_t(c))
+                            : F == Q4_0           ? float(c - 8)
+                                                  : book.value[c];
         out[GROUP * g + i] = d == 0 ? 0.f : value * d;
       }
     });
@@ -1129,50 +1177,170 @@ bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) 
   return ok;
 }
 
+// ---- repack
+// --------------------------------------------------------------------------------------
+
+// 2-bit fields in the order of tq3's low plane -> nibbles in the order of tq4: those of the even
+// fields, then those of the odd ones. `low` and `high` are the two halves of each nibble.
+struct NibblePair {
+  std::uint64_t even, odd;
+};
+inline NibblePair nibbles(std::uint64_t low, std::uint64_t high) {
+  constexpr std::uint64_t TWO = 0x3333333333333333;
+  return {(low & TWO) | (high & TWO) << 2, (low >> 2 & TWO) | (high & ~TWO)};
+}
+
+// Subset bits of a group, in the order of the 2-bit fields of tq3's low plane. `window` holds the
+// path's bits of the group in its high half and those before them in its low half.
+template <class I>
+inline std::uint64_t subset_fields(std::uint64_t window, const Trellis& trellis) {
+  const std::uint64_t z0 = I::carryless(window, trellis.taps[0]) >> 32;
+  const std::uint64_t z1 = I::carryless(window, trellis.taps[1]) >> 32;
+  return I::every_second(std::uint32_t(z0)) | I::every_second(std::uint32_t(z1)) << 1;
+}
+
+template <class I, int F>
+void repack(const Rows& rows, const Book& book, std::uint8_t* out, std::ptrdiff_t stride) {
+  constexpr bool TRELLIS = has_trellis(F);
+  constexpr int BITS = code_bits(F);
+  const int dim = rows.dim;
+  const typename I::ByteLut lut(book.byte);
+  const std::uint8_t* row = rows.base;
+  for (int t = 0; t < rows.n; ++t, row += rows.stride, out += stride) {
+    const std::uint8_t* end = row + dim * BITS / 8;  // of the codes
+    std::uint64_t window = 0;
+    if constexpr (TRELLIS)
+      if (book.trellis->start_bytes) window = std::uint64_t(*end++) << 56;
+    for (int s = 0; s < dim; s += GROUP) {
+      const int n = smaller(GROUP, dim - s);
+      NibblePair pair = {};
+      std::uint32_t fifth = 0;
+      if constexpr (F == TQ5) {
+        std::memcpy(&pair.even, row + s / 2, std::size_t(n / 4));
+        std::memcpy(&pair.odd, row + s / 2 + n / 4, std::size_t(n / 4));
+        std::memcpy(&fifth, row + dim / 2 + s / 8, std::size_t(n / 8));
+      } else if constexpr (F == TQ2) {
+        std::uint64_t codes = 0;
+        std::memcpy(&codes, row + s / 4, std::size_t(n / 4));
+        pair = nibbles(codes, 0);
+      } else {
+        std::uint32_t path = 0;
+        std::memcpy(&path, row + (BITS - 1) * (dim / 8) + s / 8, std::size_t(n / 8));
+        window = window >> 32 | std::uint64_t(path) << 32;
+        std::uint64_t codes = 0;
+        if constexpr (BITS == 2) {
+          std::uint32_t bits = 0;
+          std::memcpy(&bits, row + s / 8, std::size_t(n / 8));
+          codes = I::every_second(bits);
+        } else {
+          std::memcpy(&codes, row + s / 4, std::size_t(n / 4));
+          if constexpr (BITS == 4) std::memcpy(&fifth, row + dim / 4 + s / 8, std::size_t(n / 8));
+        }
+        pair = nibbles(subset_fields<I>(window, *book.trellis), codes);
+      }
+      if constexpr (layout_of(F) == TQ4) {
+        std::memcpy(out + s / 2, &pair.even, std::size_t(n / 4));
+        std::memcpy(out + s / 2 + n / 4, &pair.odd, std::size_t(n / 4));
+      } else if (n == GROUP) {
+        lut.store(pair.even, pair.odd, TRELLIS ? I::step_codes(fifth) : I::natural_codes(fifth),
+                  out + s);
+      } else {
+        const auto low = std::uint32_t(pair.even), high = std::uint32_t(pair.odd);
+        for (int i = 0; i < n; ++i) {  // bytes of four values of each quarter
+          const std::uint32_t nibble = (i / 4 % 2 ? high : low) >> (i % 4 * 8 + i / 8 * 4) & 15;
+          const int at = TRELLIS ? i % 4 * 4 + i / 4 : i;
+          out[s + i] = std::uint8_t(book.byte[nibble | (fifth >> at & 1) << 4]);
+        }
+      }
+    }
+    const std::uint16_t half = TRELLIS ? book.units->half[*end] : load_u16(end);
+    std::memcpy(out + row_bytes(layout_of(F), dim) - 2, &half, 2);
+  }
+}
+
+// In trellis.h.
+template <class I, int F>
+void encode_trellis(float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts);
+
+template <class I, int F>
+constexpr void add_trellis(Kernels& k) {
+  for (int f = 0; f < FORMATS; ++f)
+    if (trellis_of(f) == F) {
+      k.encode[f] = encode_trellis<I, F>;
+      k.repack[f] = repack<I, F>;
+    }
+}
+
 // ---- the table
 // -----------------------------------------------------------------------------------
 
+// Formats that have attention kernels of their own.
+using Layouts =
+    std::integer_sequence<int, F16, BF16, FP8_E4M3, Q8_0, Q4_0, TBQ4_0, TBQ3_0, TQ4, TQ3, TQ8>;
+
+template <class I, int F>
+constexpr void add_layout(Kernels& k) {
+  if constexpr (path_of(F) == REAL) {
+    k.decode_keys[F] = decode_real_keys<I, F>;
+    k.decode_values[F] = decode_real_values<I, F>;
+    k.encode[F] = encode_real<I, F>;
+  } else {
+    k.decode_keys[F] = decode_keys_coded<I, F>;
+    k.decode_values[F] = decode_values_coded<I, F>;
+    k.score[F][0] = score<I, 1, F>;
+    k.score[F][1] = score<I, 2, F>;
+    k.score[F][2] = score<I, 4, F>;
+    if constexpr (path_of(F) == BLOCK)
+      k.encode[F] = encode_blocks<I, F>;
+    else if constexpr (F == TQ8)
+      k.encode[F] = encode_bytes<I>;
+    else
+      k.encode[F] = encode_row<I, F>;
+  }
+  k.decode[F] = decode_row<I, F>;
+}
+
+template <class I, int... F>
+constexpr void add_layouts(Kernels& k, std::integer_sequence<int, F...>) {
+  (add_layout<I, F>(k), ...);
+}
+
 template <class I>
 constexpr Kernels make_kernels(const char* name) {
-  return Kernels{
-      name,
-      I::UNSIGNED_ROWS,
-      I::key_element,
-      I::key_element,
-      I::value_element,
-      {decode_real_keys<I, F16>, decode_real_keys<I, BF16>, decode_real_keys<I, FP8_E4M3>,
-       decode_keys_coded<I, Q8_0>, decode_keys_coded<I, Q4_0>, decode_keys_coded<I, TBQ4_0>,
-       decode_keys_coded<I, TBQ3_0>, decode_keys_coded<I, TQ4>, decode_keys_coded<I, TQ3>},
-      {decode_real_values<I, F16>, decode_real_values<I, BF16>, decode_real_values<I, FP8_E4M3>,
-       decode_values_coded<I, Q8_0>, decode_values_coded<I, Q4_0>, decode_values_coded<I, TBQ4_0>,
-       decode_values_coded<I, TBQ3_0>, decode_values_coded<I, TQ4>, decode_values_coded<I, TQ3>},
-      {{dot<I, 1, ROW>, dot<I, 2, ROW>, dot<I, 4, ROW>},
-       {dot<I, 1, BLOCK>, dot<I, 2, BLOCK>, dot<I, 4, BLOCK>},
-       {dot<I, 1, REAL>, dot<I, 2, REAL>, dot<I, 4, REAL>}},
-      {{},
-       {},
-       {},
-       {score<I, 1, Q8_0>, score<I, 2, Q8_0>, score<I, 4, Q8_0>},
-       {score<I, 1, Q4_0>, score<I, 2, Q4_0>, score<I, 4, Q4_0>},
-       {score<I, 1, TBQ4_0>, score<I, 2, TBQ4_0>, score<I, 4, TBQ4_0>},
-       {score<I, 1, TBQ3_0>, score<I, 2, TBQ3_0>, score<I, 4, TBQ3_0>},
-       {score<I, 1, TQ4>, score<I, 2, TQ4>, score<I, 4, TQ4>},
-       {score<I, 1, TQ3>, score<I, 2, TQ3>, score<I, 4, TQ3>}},
-      {softmax<I, 1>, softmax<I, 2>, softmax<I, 4>},
-      {weights<I, 1>, weights<I, 2>, weights<I, 4>},
-      {{accumulate<I, 1, ROW>, accumulate<I, 2, ROW>, accumulate<I, 4, ROW>},
-       {accumulate<I, 1, BLOCK>, accumulate<I, 2, BLOCK>, accumulate<I, 4, BLOCK>},
-       {accumulate<I, 1, REAL>, accumulate<I, 2, REAL>, accumulate<I, 4, REAL>}},
-      scale_row<I>,
-      quantize<I>,
-      rotate<I>,
-      {encode_real<I, F16>, encode_real<I, BF16>, encode_real<I, FP8_E4M3>, encode_blocks<I, Q8_0>,
-       encode_blocks<I, Q4_0>, encode_blocks<I, TBQ4_0>, encode_blocks<I, TBQ3_0>,
-       encode_row<I, TQ4>, encode_row<I, TQ3>},
-      {decode_row<I, F16>, decode_row<I, BF16>, decode_row<I, FP8_E4M3>, decode_row<I, Q8_0>,
-       decode_row<I, Q4_0>, decode_row<I, TBQ4_0>, decode_row<I, TBQ3_0>, decode_row<I, TQ4>,
-       decode_row<I, TQ3>},
-      finite<I>};
+  Kernels k{};
+  k.name = name;
+  k.unsigned_rows = I::UNSIGNED_ROWS;
+  k.key_element = k.score_element = I::key_element;
+  k.value_element = I::value_element;
+  add_layouts<I>(k, Layouts{});
+  k.encode[Q4_0_ROT] = k.encode[Q4_0];
+  k.encode[TQ5] = encode_row<I, TQ5>;
+  k.encode[TQ2] = encode_row<I, TQ2>;
+  k.repack[TQ5] = repack<I, TQ5>;
+  k.repack[TQ2] = repack<I, TQ2>;
+  add_trellis<I, TCQ4>(k);
+  add_trellis<I, TCQ3>(k);
+  add_trellis<I, TCQ2>(k);
+  const auto by_width = [](auto* to, auto one, auto two, auto four) {
+    to[0] = one;
+    to[1] = two;
+    to[2] = four;
+  };
+  by_width(k.dot[ROW], dot<I, 1, ROW>, dot<I, 2, ROW>, dot<I, 4, ROW>);
+  by_width(k.dot[BLOCK], dot<I, 1, BLOCK>, dot<I, 2, BLOCK>, dot<I, 4, BLOCK>);
+  by_width(k.dot[REAL], dot<I, 1, REAL>, dot<I, 2, REAL>, dot<I, 4, REAL>);
+  by_width(k.softmax, softmax<I, 1>, softmax<I, 2>, softmax<I, 4>);
+  by_width(k.weights, weights<I, 1>, weights<I, 2>, weights<I, 4>);
+  by_width(k.accumulate[ROW], accumulate<I, 1, ROW>, accumulate<I, 2, ROW>, accumulate<I, 4, ROW>);
+  by_width(k.accumulate[BLOCK], accumulate<I, 1, BLOCK>, accumulate<I, 2, BLOCK>,
+           accumulate<I, 4, BLOCK>);
+  by_width(k.accumulate[REAL], accumulate<I, 1, REAL>, accumulate<I, 2, REAL>,
+           accumulate<I, 4, REAL>);
+  k.scale_row = scale_row<I>;
+  k.quantize = quantize<I>;
+  k.rotate = rotate<I>;
+  k.finite = finite<I>;
+  return k;
 }
 
 // With the 4-bit formats scored by lanes.

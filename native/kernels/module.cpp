@@ -8,10 +8,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
 
+#include "half.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -21,8 +23,10 @@ using namespace nb::literals;
 namespace kvproof {
 namespace {
 
-constexpr const char* FORMAT_NAMES[FORMATS] = {"f16",    "bf16",   "fp8_e4m3", "q8_0", "q4_0",
-                                               "tbq4_0", "tbq3_0", "tq4",      "tq3"};
+constexpr const char* FORMAT_NAMES[] = {
+    "f16", "bf16", "fp8_e4m3", "q8_0", "q4_0",    "tbq4_0", "tbq3_0",  "tq4",  "tq3",    "q4_0_rot",
+    "tq8", "tq5",  "tq2",      "tcq4", "tcq4_64", "tcq3",   "tcq3_64", "tcq2", "tcq2_64"};
+static_assert(sizeof FORMAT_NAMES / sizeof *FORMAT_NAMES == FORMATS);
 
 using Floats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
 using Bytes = nb::ndarray<const std::uint8_t, nb::device::cpu>;
@@ -43,7 +47,8 @@ std::vector<std::pair<std::string, bool>> isas() {
   std::vector<std::pair<std::string, bool>> out{{"scalar", true}};
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+                    __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2") &&
+                    __builtin_cpu_supports("pclmul");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
@@ -178,7 +183,7 @@ std::ptrdiff_t decode_call(const std::string& isa, int threads, const std::strin
 void set_book(const std::string& format, const std::vector<float>& values,
               const std::vector<float>& cuts, float start, const std::vector<float>& tries) {
   const int fmt = format_index(format);
-  if (values.size() > 16 || cuts.size() + 1 != values.size() || tries.size() > 16)
+  if (values.size() > 32 || cuts.size() + 1 != values.size() || tries.size() > 16)
     throw std::invalid_argument("bad codebook");
   Book& book = constants.book[fmt];
   book.count = int(values.size());
@@ -190,9 +195,50 @@ void set_book(const std::string& format, const std::vector<float>& values,
   finish_book(fmt, book);
 }
 
+// Bits of taps and offsets as Trellis has them; the format's book has been set.
+void set_trellis(const std::string& format, int states, std::uint32_t taps0, std::uint32_t taps1,
+                 const std::vector<int>& offsets) {
+  const int fmt = format_index(format);
+  Book& book = constants.book[fmt];
+  const std::uint32_t window = std::uint32_t(2 * states - 1);
+  if (!has_trellis(fmt) || book.count != 2 << code_bits(fmt) || offsets.empty() ||
+      offsets.size() > 16 || (states != 8 && states != 64 && states != 256) ||
+      ((taps0 | taps1) & ~window))
+    throw std::invalid_argument("bad trellis");
+  Trellis& trellis = constants.trellis[fmt];
+  trellis = Trellis{};
+  trellis.states = states;
+  trellis.start_bytes = start_bytes(fmt);
+  trellis.taps[0] = taps0;
+  trellis.taps[1] = taps1;
+  trellis.n_offsets = int(offsets.size());
+  std::copy(offsets.begin(), offsets.end(), trellis.offset);
+  for (int i = 0; i < book.count; ++i) {  // entries are integers, so midpoints are exact
+    trellis.entry[i % 4][i / 4] = book.value[i];
+    if (i >= 4) trellis.cut[i % 4][i / 4 - 1] = (book.value[i - 4] + book.value[i]) / 2;
+  }
+  for (std::uint32_t w = 0; w <= window; ++w)
+    trellis.subset_of[w] =
+        std::uint8_t(__builtin_parity(w & taps0) | __builtin_parity(w & taps1) << 1);
+  book.trellis = &trellis;
+  book.units = &constants.units;
+}
+
+void set_units(const Floats& values, const Floats& cuts) {
+  if (values.size() != 256 || cuts.size() != 256) throw std::invalid_argument("bad units");
+  Units& units = constants.units;
+  for (int i = 0; i < 256; ++i) {
+    units.value[i] = values.data()[i];
+    units.half[i] = float_to_half(units.value[i]);
+    units.inverse[i] = i ? 1 / units.value[i] : 0;
+    units.cut[i] = cuts.data()[i];
+  }
+}
+
 void set_signs(const Floats& signs32, const Floats& head) {
   if (signs32.size() != GROUP || head.size() != MAX_DIM) throw std::invalid_argument("bad signs");
   std::memcpy(constants.signs32, signs32.data(), sizeof constants.signs32);
+  std::fill(constants.no_signs, constants.no_signs + GROUP, 1.f);
   std::memcpy(constants.head_signs, head.data(), sizeof constants.head_signs);
 }
 
@@ -205,6 +251,8 @@ NB_MODULE(_kernels, m) {
   m.attr("FORMATS") = std::vector<std::string>(FORMAT_NAMES, FORMAT_NAMES + FORMATS);
   m.def("isas", &isas);
   m.def("set_book", &set_book, "format"_a, "values"_a, "cuts"_a, "start"_a, "tries"_a);
+  m.def("set_trellis", &set_trellis, "format"_a, "states"_a, "taps0"_a, "taps1"_a, "offsets"_a);
+  m.def("set_units", &set_units, "values"_a, "cuts"_a);
   m.def("set_signs", &set_signs, "signs32"_a, "head"_a);
   m.def("row_bytes", [](const std::string& f, int dim) { return row_bytes(format_index(f), dim); });
   m.def("scratch_bytes", [] {

@@ -11,7 +11,10 @@ namespace kvproof {
 // Codebooks and sign vectors, handed over by Python at import so that they exist once.
 struct Constants {
   Book book[FORMATS];
+  Trellis trellis[FORMATS];
+  Units units;
   float signs32[GROUP];
+  float no_signs[GROUP];  // ones
   float head_signs[MAX_DIM];
 };
 

@@ -31,6 +31,7 @@ from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_of
 from kvproof.formats.base import cuts_below
 from kvproof.formats.row import STARTS, TRIES
+from kvproof.formats.tcq import CODES, UNIT_CUTS, UNITS
 from kvproof.machine import cpu_model, usable_cpus
 
 try:
@@ -49,10 +50,13 @@ def _hand_over_constants() -> None:
         if f.codebook is not None:
             cuts = [float(c) for c in cuts_below(f.codebook)]
             tries = [float(t) for t in TRIES]
-            start = float(STARTS.get(name, 0))
+            start = float(CODES[name].start if name in CODES else STARTS.get(name, 0))
             _kernels.set_book(name, list(f.codebook), cuts, start, tries)
-    # q4_0 decodes by table too: code - 8.
-    _kernels.set_book("q4_0", [float(c - 8) for c in range(16)], [0.0] * 15, 0.0, [])
+    for name in ("q4_0", "q4_0_rot"):  # decode by table too: code - 8
+        _kernels.set_book(name, [float(c - 8) for c in range(16)], [0.0] * 15, 0.0, [])
+    _kernels.set_units(UNITS, UNIT_CUTS)
+    for name, code in CODES.items():
+        _kernels.set_trellis(name, code.states, code.taps0, code.taps1, list(code.offsets))
     s32 = rotation.signs_from_hex(rotation.S32_HEX)
     _kernels.set_signs(s32, np.array(rotation.head_signs(_kernels.MAX_DIM)))
 
