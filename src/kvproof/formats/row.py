@@ -2,10 +2,10 @@
 
 A row (one head of one token) is rotated across the whole head, and every value is stored as the
 index of an integer in a small codebook; value = unit * codebook[code]. The integers are Lloyd-Max
-centroids of N(0,1) rounded to int8, so integer dot products are exact and every backend computes
-the same numbers. The unit is searched for the least squared error of the row; all of it is
-float32 in one fixed order, so that every backend writes the same bytes. docs/formats.md gives the
-byte layout.
+centroids of N(0,1) rounded to int8 (tq5: trained through its encoder; tq8: the code itself), so
+integer dot products are exact and every backend computes the same numbers. The unit is searched for
+the least squared error of the row; all of it is float32 in one fixed order, so that every backend
+writes the same bytes. docs/formats.md gives the byte layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvproof.rotation import HEAD
 
 KV = frozenset({"key", "value"})
 
-_HALF5 = (2, 6, 10, 14, 18, 22, 26, 31, 36, 41, 47, 53, 60, 69, 80, 97)
+_HALF5 = (2, 7, 12, 17, 22, 27, 32, 38, 44, 50, 57, 65, 73, 83, 96, 115)
 _HALF4 = (5, 15, 25, 36, 48, 62, 79, 105)
 _HALF3 = (10, 31, 55, 88)
 _HALF2 = (15, 50)
@@ -44,9 +44,10 @@ def symmetric(half: tuple[int, ...]) -> tuple[float, ...]:
 
 CODEBOOK5, CODEBOOK4 = symmetric(_HALF5), symmetric(_HALF4)
 CODEBOOK3, CODEBOOK2 = symmetric(_HALF3), symmetric(_HALF2)
-# Unit of a unit-variance row, by format: the Lloyd-Max step, in units of the integer codebook.
+# Unit of a unit-variance row, by format: the step of the real-valued codebook (Lloyd-Max's; tq5:
+# trained by tools/codebooks.py), in units of the integer one.
 STARTS = {
-    "tq5": np.float32(0.0338),
+    "tq5": np.float32(0.0261),
     "tq4": np.float32(0.0258),
     "tq3": np.float32(0.0245),
     "tq2": np.float32(0.0302),
