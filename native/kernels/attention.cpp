@@ -36,6 +36,7 @@ int width_index(int width) { return width == 4 ? 2 : width - 1; }
 // nowhere.
 int element_of(int fmt, int dim, int group, int c) {
   const int at = group * GROUP;
+  c = value_of_code(fmt, c);
   if (dim - at >= GROUP || path_of(fmt) != ROW) return at + c < dim ? at + c : -1;
   const int plane = fmt == TQ8 ? GROUP : fmt == TQ4 ? 16 : 8, half = plane / 2;
   return c % plane < half ? at + c / plane * half + c % half : -1;
@@ -68,11 +69,39 @@ Table shifted(const Kernels& isa, int fmt, Table t) {
   return t;
 }
 
-Table key_table(const Kernels& isa, int fmt) {
-  return shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : constants.book[fmt].key);
+// Entries that a residual adds to the 128 values of a block, by its bit: [bit][position], where
+// element[position] is the value decoded there.
+void fill_residual(const Table& table, const float* signs, const int* element, std::int16_t* out) {
+  const auto step = std::int16_t(std::nearbyint(RESIDUAL / ROOT * table.scale));
+  for (int p = 0; p < WIDE; ++p) {
+    out[WIDE + p] = signs[element[p]] > 0 ? step : std::int16_t(-step);
+    out[p] = std::int16_t(-out[WIDE + p]);
+  }
 }
-Table value_table(const Kernels& isa, int fmt) {
-  return shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : constants.book[fmt].value_side);
+
+Table key_table(const Kernels& isa, const Side& side) {
+  const int fmt = side.fmt;
+  Table t = shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : side.book->key);
+  if (fmt == QJL1_256) {
+    t.scale = float(1 / SKETCH_FACTOR);
+    t.largest = 1;
+  }
+  if (const WideTrellis* trellis = side.book->wide_trellis) {
+    t.scale = trellis->key_scale;
+    t.largest = trellis->key_largest;
+    t.pairs = trellis->key_pairs;
+  }
+  return t;
+}
+Table value_table(const Kernels& isa, const Side& side) {
+  const int fmt = side.fmt;
+  Table t = shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : side.book->value_side);
+  if (const WideTrellis* trellis = side.book->wide_trellis) {
+    t.scale = trellis->value_scale;
+    t.largest = trellis->value_largest;
+    t.pairs = trellis->value_pairs;
+  }
+  return t;
 }
 
 // Consecutive pieces of one allocation, each on its own cache line.
@@ -103,10 +132,10 @@ std::size_t repacked_bytes(const Kernels& isa, const Side& side) {
 Rows laid_out(const Kernels& isa, const Side& side, int head, int first, int n,
               std::uint8_t* space) {
   Rows rows{side.base + first * side.token_stride + head * side.head_stride, side.token_stride, n,
-            side.dim};
+            side.stored()};
   if (isa.repack[side.fmt]) {
     const std::ptrdiff_t stride = repacked_stride(side);
-    isa.repack[side.fmt](rows, constants.book[side.fmt], space, stride);
+    isa.repack[side.fmt](rows, *side.book, space, stride);
     rows.base = space;
     rows.stride = stride;
   }
@@ -136,19 +165,25 @@ struct KeyPlan {
   int layout;
   Table table;
   Spin spin;
-  int width, largest;
+  int stored, width, largest;
   int tile_element[MAX_DIM + GROUP], score_element[MAX_DIM + GROUP];
+  std::int16_t residual[2 * WIDE];
 
   KeyPlan(const Kernels& k, const Side& s)
       : isa(k),
         side(s),
         path(path_of(s.fmt)),
         layout(layout_of(s.fmt)),
-        table(key_table(k, s.fmt)),
-        spin(s.fmt, s.dim),
-        width(padded(s.dim)) {
-    order(layout, s.dim, k.key_element, tile_element);
-    order(layout, s.dim, k.score_element, score_element);
+        table(key_table(k, s)),
+        spin({s.fmt, s.book}, s.dim),
+        stored(s.stored()),
+        width(padded(stored)) {
+    order(layout, stored, k.key_element, tile_element);
+    order(layout, stored, k.score_element, score_element);
+    if (s.fmt == Q4_POLAR_RES) {
+      fill_residual(table, s.book->residual, tile_element, residual);
+      table.residual = residual;
+    }
     // A whole row of products has to fit an int32; blocks are flushed long before.
     const double room = 2147483647.0 / (double(table.largest) * s.dim);
     largest = path == ROW && room < QMAX ? int(room) : QMAX;
@@ -175,15 +210,8 @@ struct KeyPlan {
       for (int i = dim; i < width; ++i) real[i] = 0;
       return;
     }
-    if (spin.signs) {
-      for (int d = 0; d < dim; d += spin.period)
-        for (int i = 0; i < std::min(spin.period, dim - d); ++i)
-          p.y[d + i] = q[d + i] * factor * spin.signs[i];
-      isa.rotate(p.y, dim, spin.parts, spin.n_parts);
-    } else {
-      for (int i = 0; i < dim; ++i) p.y[i] = q[i] * factor;
-    }
-    p.scale[r] = isa.quantize(p.y, dim, largest, p.natural) / table.scale;
+    spin.forward(isa, q, factor, dim, p.y);
+    p.scale[r] = isa.quantize(p.y, stored, largest, p.natural) / table.scale;
     const int* const element = fused(n_groups) ? score_element : tile_element;
     std::uint32_t sum = 0;
     for (int i = 0; i < width; ++i) {
@@ -221,8 +249,8 @@ struct KeyPlan {
       for (int i = 0; i < n_groups; ++i) {
         const RowGroup& g = groups[i];
         isa.dot[path][width_index(g.width)](row(p, g.first), width, p.scale + g.first,
-                                            p.start + g.first, tile, scales, rows.n, side.dim,
-                                            to(g), SUPER / 2 * g.width);
+                                            p.start + g.first, tile, scales, rows.n, stored, to(g),
+                                            SUPER / 2 * g.width);
       }
     }
     return ok;
@@ -239,8 +267,8 @@ int split_rows(int n, RowGroup* groups) {
   return count;
 }
 
-std::size_t tile_bytes(const Side& side) { return std::size_t(TILE) * padded(side.dim) * 4; }
-std::size_t scale_count(const Side& side) { return std::size_t(TILE) * groups_of(side.dim); }
+std::size_t tile_bytes(const Side& side) { return std::size_t(TILE) * padded(side.stored()) * 4; }
+std::size_t scale_count(const Side& side) { return std::size_t(TILE) * groups_of(side.stored()); }
 
 const float* query_row(const Query& q, int group, int kv_head, int row) {
   return q.base + row / group * q.row_stride + (kv_head * group + row % group) * q.head_stride;
@@ -261,13 +289,23 @@ class Attention {
         lse_(lse),
         plan_(isa, keys_),
         value_path_(path_of(values.fmt)),
-        value_table_(value_table(isa, values.fmt)),
-        value_spin_(values.fmt, values.dim),
+        value_table_(value_table(isa, values)),
+        value_spin_({values.fmt, values.book}, values.dim),
         value_width_(padded(values.dim)),
         group_(q.heads / keys.heads),
         rows_(q.n * group_),
         blocks_((rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS) {
     order(layout_of(values.fmt), values.dim, isa.value_element, value_element_);
+    if (values.fmt == Q4_POLAR_RES) {
+      std::int16_t one[2 * WIDE];
+      fill_residual(value_table_, values.book->residual, value_element_, one);
+      for (int both = 0; both < 4; ++both)
+        for (int p = 0; p < WIDE; ++p) {
+          value_residual_[(both * WIDE + p) * 2] = one[both % 2 * WIDE + p];
+          value_residual_[(both * WIDE + p) * 2 + 1] = one[both / 2 * WIDE + p];
+        }
+      value_table_.residual = value_residual_;
+    }
     // 64 tokens of weight x entry meet in one int32.
     const double room = 2147483647.0 / (double(TILE) * std::max(1, value_table_.largest));
     largest_weight_ = room < 32767 ? int(room) : 32767;
@@ -298,7 +336,7 @@ class Attention {
       std::vector<Prepared> prepared(std::size_t(blocks), Prepared{});
       const auto share = [&](Carver c) {
         partial_ = c.take<float>(std::size_t(tasks) * partial_size());
-        for (Prepared& p : prepared) p.carve(c, keys_.dim);
+        for (Prepared& p : prepared) p.carve(c, keys_.stored());
         return c.used();
       };
       share(Carver(pool.shared().at_least(share(Carver()))));
@@ -336,7 +374,7 @@ class Attention {
   };
 
   void carve(Carver& c, Worker& w) const {
-    w.query.carve(c, keys_.dim);
+    w.query.carve(c, keys_.stored());
     w.space =
         c.take<std::uint8_t>(std::max(repacked_bytes(isa_, keys_), repacked_bytes(isa_, values_)));
     w.tile = c.take<char>(std::max(tile_bytes(keys_), tile_bytes(values_)));
@@ -467,13 +505,15 @@ class Attention {
   bool add_values(const RowGroup* groups, int n_groups, int head, int first, int last,
                   Worker& w) const {
     bool ok = true;
-    // Row formats have one weight a token for all slices, block formats one for each group.
+    // Row formats have one weight a token for all slices, block formats one for each block, which
+    // is a group or a slice.
     const int all = groups_of(values_.dim), slice = value_path_ == REAL ? all : SLICE;
+    const bool per_group = value_path_ == BLOCK && block_groups(values_.fmt) == 1;
     for (int t = first; t < last; t += TILE) {
       const Rows rows = laid_out(isa_, values_, head, t, std::min(TILE, last - t), w.space);
       for (int from = 0; from < all; from += slice) {
         const int to = std::min(all, from + slice);
-        const int columns = value_path_ == BLOCK ? to - from : value_path_ == ROW ? 1 : 0;
+        const int columns = value_path_ == REAL ? 0 : per_group ? to - from : 1;
         ok &= isa_.decode_values[layout_of(values_.fmt)](rows, value_table_, from, to, w.tile,
                                                          w.scales);
         for (int g = 0; g < n_groups; ++g) {
@@ -487,7 +527,8 @@ class Attention {
             for (int j = 0; j < width; ++j) step[c * width + j] /= value_table_.scale;
           }
           isa_.accumulate[value_path_][index](
-              columns ? static_cast<const void*>(words) : p, plane, step, w.tile, rows.n,
+              columns ? static_cast<const void*>(words) : p,
+              value_path_ == REAL || per_group ? plane : 0, step, w.tile, rows.n,
               std::min(values_.dim, to * GROUP) - from * GROUP, value_table_.offset,
               w.sum_of_values + std::ptrdiff_t(groups[g].first) * value_width_ + from * GROUP,
               value_width_);
@@ -527,10 +568,7 @@ class Attention {
         (sum > 0 ? 1 / sum : 0) * (values_.head_scale ? values_.head_scale[head] : 1.f);
     for (int p = 0; p < value_width_; ++p)
       if (value_element_[p] >= 0) w.y[value_element_[p]] = values[p] * factor;
-    if (value_spin_.signs) {
-      isa_.rotate(w.y, dim, value_spin_.parts, value_spin_.n_parts);
-      for (int i = 0; i < dim; ++i) w.y[i] *= value_spin_.sign(i);
-    }
+    value_spin_.inverse(isa_, w.y, dim, w.y);
     std::memcpy(to, w.y, std::size_t(dim) * sizeof(float));
   }
 
@@ -543,10 +581,11 @@ class Attention {
   float *const out_, *const lse_;
   const KeyPlan plan_;
   const Path value_path_;
-  const Table value_table_;
+  Table value_table_;
   const Spin value_spin_;
   const int value_width_, group_, rows_, blocks_;
   int value_element_[MAX_DIM + GROUP];
+  std::int16_t value_residual_[8 * WIDE];
   int largest_weight_, chunk_, chunks_;
   float* partial_ = nullptr;
   std::vector<Prepared> prepared_;  // [head][block], if there are several chunks
@@ -573,7 +612,7 @@ bool scores(const Kernels& isa, int threads, const Query& q, const Side& keys, f
     float *scales, *scores;
   };
   const auto carve = [&](Carver& c, Worker& w) {
-    w.query.carve(c, keys.dim);
+    w.query.carve(c, keys.stored());
     w.space = c.take<std::uint8_t>(repacked_bytes(isa, keys));
     w.tile = c.take<char>(tile_bytes(keys));
     w.scales = c.take<float>(scale_count(keys));

@@ -23,18 +23,24 @@ float tamed(float top) {
 
 int tasks_for(std::ptrdiff_t rows) { return int((rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK); }
 
-// Integer table of a real codebook: the factor up to `largest` whose rounding error is least.
-Table integer_table(const Book& book, float largest) {
+// Keys: at most 8 products of 16383 x 16383 meet in one int32 lane before the flush.
+// Values: 64 tokens of weight x entry share an int32; 12 bits of entry leave 13 for the weight,
+// whose rounding matters more (NMSE 2e-7 with one bit moved from the weight to the entry).
+constexpr int LARGEST_KEY_ENTRY = 16383, LARGEST_VALUE_ENTRY = 4095;
+// Keys in blocks of 128: see score_wide.
+constexpr int LARGEST_WIDE_ENTRY = 8191;
+
+// Integer table of a real codebook: the factor up to `largest` whose rounding error is least, that
+// of a residual added to each entry included.
+Table integer_table(const Book& book, float largest, double residual = 0) {
   const float top = book.value[book.count - 1];
   double best = HUGE_VAL;
   float factor = 1;
   for (int peak = int(largest) / 2; peak <= int(largest); ++peak) {
     const double f = double(peak) / top;
-    double error = 0;
-    for (int i = 0; i < book.count; ++i) {
-      const double miss = std::nearbyint(book.value[i] * f) / f - book.value[i];
-      error += miss * miss;
-    }
+    const auto miss = [f](double value) { return std::nearbyint(value * f) / f - value; };
+    double error = book.count * miss(residual) * miss(residual);
+    for (int i = 0; i < book.count; ++i) error += miss(book.value[i]) * miss(book.value[i]);
     if (error < best) {
       best = error;
       factor = float(f);
@@ -64,34 +70,119 @@ Table exact_table(const Book& book) {
 
 Constants constants;
 
+void finish_trellis(const float* values, WideTrellis& trellis) {
+  float top = 0;
+  for (int s = 0; s < WideTrellis::STATES; ++s) {
+    trellis.value[s] = values[s];
+    trellis.of_predecessor[s % 8][s / 8] = values[s];
+    top = std::max(top, std::fabs(values[s]));
+  }
+  const auto fill = [&](int largest, float& scale, int& seen, std::int32_t* pairs) {
+    scale = float(largest) / top;
+    seen = largest;
+    for (int bits = 0; bits < WideTrellis::PAIRS; ++bits) {
+      const auto entry = [&](int state) {
+        return std::int32_t(std::nearbyint(double(values[state % WideTrellis::STATES]) * scale));
+      };
+      pairs[bits] = std::int32_t(std::uint32_t(entry(bits >> 3)) << 16 |
+                                 (std::uint32_t(entry(bits)) & 0xffff));
+    }
+  };
+  fill(LARGEST_WIDE_ENTRY, trellis.key_scale, trellis.key_largest, trellis.key_pairs);
+  fill(LARGEST_VALUE_ENTRY, trellis.value_scale, trellis.value_largest, trellis.value_pairs);
+}
+
 void finish_book(int fmt, Book& book) {
   if (fmt == TBQ4_0 || fmt == TBQ3_0) {
-    // Keys: at most 8 products of 16383 x 16383 meet in one int32 lane before the flush.
-    // Values: 64 tokens of weight x entry share an int32; 12 bits of entry leave 13 for the weight,
-    // whose rounding matters more (NMSE 2e-7 with one bit moved from the weight to the entry).
-    book.key = integer_table(book, 16383);
-    book.value_side = integer_table(book, 4095);
+    book.key = integer_table(book, LARGEST_KEY_ENTRY);
+    book.value_side = integer_table(book, LARGEST_VALUE_ENTRY);
+    return;
+  }
+  if (fmt == Q4_POLAR || fmt == Q4_POLAR_RES) {
+    // Room for the residual, 0.016 of the largest centroid. The norm of a block is sqrt(128) of its
+    // unit.
+    const auto table = [&](int largest) {
+      Table t =
+          integer_table(book, float(largest - largest / 50), fmt == Q4_POLAR_RES ? RESIDUAL : 0);
+      t.largest = largest;
+      t.scale *= float(ROOT);
+      return t;
+    };
+    book.key = table(fmt == Q4_POLAR ? LARGEST_KEY_ENTRY : LARGEST_WIDE_ENTRY);
+    book.value_side = table(LARGEST_VALUE_ENTRY);
+    book.residual = constants.polar_signs;
     return;
   }
   book.key = book.value_side = exact_table(book);
   for (int i = 0; i < book.count; ++i) book.byte[i] = std::int8_t(book.value[i]);
 }
 
-Spin::Spin(int fmt, int dim) {
-  if (fmt == TBQ4_0 || fmt == TBQ3_0) {
+Spin::Spin(Coded format, int dim) {
+  const int fmt = format.fmt;
+  if (fmt == QJL1_256) {
+    projection = format.book->projection;
+  } else if (fmt == Q4_POLAR || fmt == Q4_POLAR_RES || fmt == TBQ3_TCQ) {
+    period = WIDE;
+    if (fmt == TBQ3_TCQ) {
+      signs = constants.signs128[0];
+      after = constants.signs128[1];
+    }
+    for (int d = 0; d < dim; d += WIDE) parts[n_parts++] = WIDE;
+  } else if (fmt == TBQ4_0 || fmt == TBQ3_0) {
     signs = constants.signs32;
     period = GROUP;
     for (int d = 0; d < dim; d += GROUP) parts[n_parts++] = GROUP;
   } else if (path_of(fmt) == ROW || fmt == Q4_0_ROT) {
-    signs = fmt == Q4_0_ROT ? constants.no_signs : constants.head_signs;
+    if (fmt != Q4_0_ROT) signs = constants.head_signs;
     period = fmt == Q4_0_ROT ? GROUP : MAX_DIM;
     for (int bit = MAX_DIM; bit; bit /= 2)
       if (dim & bit) parts[n_parts++] = bit;
   }
 }
 
-std::ptrdiff_t encode(const Kernels& isa, int threads, int fmt, const float* x, std::ptrdiff_t rows,
-                      int dim, const float* scale, std::uint8_t* out, Counts& counts) {
+void Spin::forward(const Kernels& isa, const float* x, float factor, int dim, float* y) const {
+  if (projection) {
+    float scaled[MAX_DIM];
+    for (int i = 0; i < dim; ++i) scaled[i] = x[i] * factor;
+    isa.project(scaled, dim, projection, y);
+    return;
+  }
+  if (!n_parts || !signs) {
+    for (int i = 0; i < dim; ++i) y[i] = x[i] * factor;
+  } else {
+    for (int d = 0; d < dim; d += period)
+      for (int i = 0; i < std::min(period, dim - d); ++i) y[d + i] = x[d + i] * factor * signs[i];
+  }
+  if (n_parts) isa.rotate(y, dim, parts, n_parts);
+  if (after)
+    for (int i = 0; i < dim; ++i) y[i] *= after[i % period];
+}
+
+void Spin::inverse(const Kernels& isa, const float* y, int dim, float* x) const {
+  if (projection) {
+    for (int d = 0; d < dim; ++d) {
+      const float* const of_group = y + d / WIDE * SKETCH;
+      double sum = 0;
+      for (int j = 0; j < SKETCH; ++j)
+        sum += double(of_group[j]) * double(projection[d % WIDE * SKETCH + j]);
+      constexpr double TOP = 0x1.fffffep127;
+      x[d] = float(std::clamp(sum, -TOP, TOP));
+    }
+    return;
+  }
+  if (after)
+    for (int i = 0; i < dim; ++i) x[i] = y[i] * after[i % period];
+  else if (x != y)
+    std::memcpy(x, y, std::size_t(dim) * sizeof(float));
+  if (n_parts) isa.rotate(x, dim, parts, n_parts);
+  if (signs)
+    for (int i = 0; i < dim; ++i) x[i] *= signs[i % period];
+}
+
+std::ptrdiff_t encode(const Kernels& isa, int threads, Coded format, const float* x,
+                      std::ptrdiff_t rows, int dim, const float* scale, std::uint8_t* out,
+                      Counts& counts) {
+  const int fmt = format.fmt;
   Pool& pool = Pool::get();
   std::lock_guard<std::mutex> hold(pool.gate());
   const int tasks = tasks_for(rows);
@@ -107,8 +198,7 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, int fmt, const float* x, 
   });
   if (bad < rows) return bad;
 
-  const Spin spin(fmt, dim);
-  const Book& book = constants.book[fmt];
+  const Spin spin(format, dim);
   const std::ptrdiff_t bytes = row_bytes(fmt, dim);
   std::atomic<std::int64_t> saturated{0}, flushed{0};
   pool.run(tasks, threads, [&](int task, int) {
@@ -119,19 +209,19 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, int fmt, const float* x, 
       const float* from = x + row * dim;
       if (scale) {
         for (int i = 0; i < dim; ++i) y[i] = from[i] / scale[row];
-      } else if (spin.signs) {
+      } else if (spin.n_parts) {
         for (int d = 0; d < dim; d += spin.period) {
           const int end = std::min(d + spin.period, dim);
           float top = 0;
           for (int i = d; i < end; ++i) top = std::max(top, std::fabs(from[i]));
           const float factor = tamed(top);
-          for (int i = d; i < end; ++i) y[i] = from[i] * factor * spin.signs[i - d];
+          for (int i = d; i < end; ++i) y[i] = from[i] * factor;
         }
-        isa.rotate(y, dim, spin.parts, spin.n_parts);
+        if (!wide(fmt)) spin.forward(isa, y, 1, dim, y);
       } else {
         std::memcpy(y, from, std::size_t(dim) * sizeof(float));
       }
-      isa.encode[fmt](y, dim, book, out + row * bytes, mine);
+      isa.encode[fmt](y, dim, *format.book, out + row * bytes, mine);
     }
     saturated += mine.saturated;
     flushed += mine.flushed;
@@ -142,37 +232,37 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, int fmt, const float* x, 
 }
 
 // One row, stored domain. False if a stored scale or element is not finite.
-static bool decode_row(const Kernels& isa, int fmt, const std::uint8_t* row, int dim, float* out) {
-  const Book& book = constants.book[fmt];
+static bool decode_row(const Kernels& isa, Coded format, const std::uint8_t* row, int dim,
+                       float* out) {
+  const auto [fmt, book] = format;
   std::uint8_t repacked[MAX_DIM + 2];
   if (isa.repack[fmt]) {
-    isa.repack[fmt]({row, 0, 1, dim}, book, repacked, 0);
+    isa.repack[fmt]({row, 0, 1, dim}, *book, repacked, 0);
     row = repacked;
   }
-  return isa.decode[layout_of(fmt)](row, dim, book, out);
+  return isa.decode[layout_of(fmt)](row, dim, *book, out);
 }
 
-std::ptrdiff_t decode(const Kernels& isa, int threads, int fmt, const std::uint8_t* blocks,
+std::ptrdiff_t decode(const Kernels& isa, int threads, Coded format, const std::uint8_t* blocks,
                       std::ptrdiff_t stride, std::ptrdiff_t rows, int dim, const float* scale,
                       float* out) {
   Pool& pool = Pool::get();
   std::lock_guard<std::mutex> hold(pool.gate());
-  const Spin spin(fmt, dim);
+  const Spin spin(format, dim);
   std::atomic<std::ptrdiff_t> bad{rows};
   pool.run(tasks_for(rows), threads, [&](int task, int) {
     const std::ptrdiff_t last = std::min(rows, (task + 1) * ROWS_PER_TASK);
+    alignas(64) float stored[2 * MAX_DIM];
     for (std::ptrdiff_t row = task * ROWS_PER_TASK; row < last; ++row) {
       float* y = out + row * dim;
-      if (!decode_row(isa, fmt, blocks + row * stride, dim, y)) {
+      if (!decode_row(isa, format, blocks + row * stride, dim, stored)) {
         std::ptrdiff_t seen = bad.load();
         while (row < seen && !bad.compare_exchange_weak(seen, row)) {
         }
       }
-      if (spin.signs) {
-        isa.rotate(y, dim, spin.parts, spin.n_parts);
-        // + 0 turns the -0.0 of a zero row into +0.0
-        for (int i = 0; i < dim; ++i) y[i] = y[i] * spin.sign(i) + 0.f;
-      }
+      spin.inverse(isa, stored, dim, y);
+      if (spin.n_parts)  // + 0 turns the -0.0 of a zero row into +0.0
+        for (int i = 0; i < dim; ++i) y[i] += 0.f;
       if (scale)
         for (int i = 0; i < dim; ++i) y[i] *= scale[row];
     }
@@ -181,11 +271,12 @@ std::ptrdiff_t decode(const Kernels& isa, int threads, int fmt, const std::uint8
 }
 
 std::ptrdiff_t first_bad_row(const Kernels& isa, const Side& side) {
-  const std::unique_ptr<float[]> row(new float[std::size_t(side.dim)]);
+  const std::unique_ptr<float[]> row(new float[std::size_t(side.stored())]);
   for (int t = 0; t < side.n; ++t)
     for (int h = 0; h < side.heads; ++h)
-      if (!decode_row(isa, side.fmt, side.base + t * side.token_stride + h * side.head_stride,
-                      side.dim, row.get()))
+      if (!decode_row(isa, {side.fmt, side.book},
+                      side.base + t * side.token_stride + h * side.head_stride, side.dim,
+                      row.get()))
         return std::ptrdiff_t(t) * side.heads + h;
   return -1;
 }

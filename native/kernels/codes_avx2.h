@@ -95,6 +95,37 @@ struct CodesAvx2 {
                             _mm256_set1_epi32(0x07070707));
   }
 
+  // First i of before[i] + (y - value[i])^2 == sum, which one of them is.
+  static int first_of_eight(float sum, const float* before, float y, const float* value) {
+    const __m256 miss = _mm256_sub_ps(_mm256_set1_ps(y), _mm256_loadu_ps(value));
+    const __m256 sums = _mm256_add_ps(_mm256_loadu_ps(before), _mm256_mul_ps(miss, miss));
+    const __m256 same = _mm256_cmp_ps(sums, _mm256_set1_ps(sum), _CMP_EQ_OQ);
+    return __builtin_ctz(unsigned(_mm256_movemask_ps(same)) | 0x80);
+  }
+  // 8 x 8 floats, columns for rows.
+  static void turn8x8(const float* from, float* to) {
+    __m256 two[8], four[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+      const __m256 a = _mm256_loadu_ps(from + 8 * i), b = _mm256_loadu_ps(from + 8 * i + 8);
+      two[i] = _mm256_unpacklo_ps(a, b);
+      two[i + 1] = _mm256_unpackhi_ps(a, b);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; ++k) {
+        const __m256d a = _mm256_castps_pd(two[i + k]), b = _mm256_castps_pd(two[i + k + 2]);
+        four[i + 2 * k] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+        four[i + 2 * k + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+      }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      _mm256_storeu_ps(to + 8 * i, _mm256_permute2f128_ps(four[i], four[i + 4], 0x20));
+      _mm256_storeu_ps(to + 8 * i + 32, _mm256_permute2f128_ps(four[i], four[i + 4], 0x31));
+    }
+  }
+
   static Codes codes8(const std::uint8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }

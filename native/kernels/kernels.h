@@ -41,6 +41,10 @@ enum Fmt : int {
   TCQ3_64,
   TCQ2,
   TCQ2_64,
+  Q4_POLAR,
+  Q4_POLAR_RES,
+  TBQ3_TCQ,
+  QJL1_256,
   FORMATS
 };
 enum Path : int { ROW, BLOCK, REAL, PATHS };
@@ -51,7 +55,12 @@ constexpr int MAX_DIM = 4096;  // widest row
 constexpr int GROUP = 32;      // codes per decoding step, also the block of the block formats
 constexpr int QMAX = 16383;    // largest quantised query value
 constexpr int WIDTHS = 3;      // row-group widths: 1, 2 and 4 query rows share each load
-constexpr int SLICE = 4;       // groups of values decoded at once: a wider tile would leave L1
+constexpr int WIDE = 128;      // values of a block of polar, trellis and sketch formats
+constexpr int SKETCH = 256;    // and the sign bits of a sketch of them
+constexpr double SKETCH_FACTOR = 1.2533141373155003 / SKETCH;  // of norm times sign: sqrt(pi / 2)
+constexpr double ROOT = 11.313708498984761;                    // of 128
+constexpr double RESIDUAL = 0.5 / ROOT;  // step of a residual, in units of the centroids
+constexpr int SLICE = 4;  // groups of values decoded at once: a wider tile would leave L1
 
 constexpr Path path_of(int f) {
   switch (f) {
@@ -64,6 +73,10 @@ constexpr Path path_of(int f) {
     case Q4_0_ROT:
     case TBQ4_0:
     case TBQ3_0:
+    case Q4_POLAR:
+    case Q4_POLAR_RES:
+    case TBQ3_TCQ:
+    case QJL1_256:
       return BLOCK;
     default:
       return ROW;
@@ -106,6 +119,13 @@ constexpr int block_bytes(int f) {
       return 18;
     case TBQ3_0:
       return 14;
+    case Q4_POLAR:
+    case Q4_POLAR_RES:
+      return 82;
+    case TBQ3_TCQ:
+      return 52;
+    case QJL1_256:
+      return 34;
     default:
       return 0;
   }
@@ -138,19 +158,47 @@ constexpr int unit_bytes(int f) { return has_trellis(f) ? 1 : 2; }
 // And of the bits of the path before the row, which some trellis formats store before the unit.
 constexpr int start_bytes(int f) { return f == TCQ3_64 || f == TCQ2 || f == TCQ2_64; }
 
+// Block formats: values of a row in one block, and groups of 32 codes in it. A sketch has two codes
+// a value.
+constexpr bool wide(int f) { return f >= Q4_POLAR && f <= QJL1_256; }
+constexpr int block_values(int f) { return wide(f) ? WIDE : GROUP; }
+constexpr int stored_dim(int f, int dim) { return f == QJL1_256 ? 2 * dim : dim; }
+constexpr int block_groups(int f) { return stored_dim(f, block_values(f)) / GROUP; }
+
+// Where the codes of group g and the scale that belongs to them start in a row of blocks.
+constexpr std::ptrdiff_t codes_at(int f, int g) {
+  const int n = block_groups(f), bits = f == Q8_0                      ? 8
+                                        : f == TBQ3_0 || f == TBQ3_TCQ ? 3
+                                        : f == QJL1_256                ? 1
+                                                                       : 4;
+  return std::ptrdiff_t(block_bytes(f)) * (g / n) + (f == QJL1_256 ? 0 : 2) +
+         g % n * (GROUP / 8) * bits;
+}
+constexpr std::ptrdiff_t scale_at(int f, int g) {
+  return std::ptrdiff_t(block_bytes(f)) * (g / block_groups(f)) + (f == QJL1_256 ? 32 : 0);
+}
+
 constexpr std::ptrdiff_t row_bytes(int f, int dim) {
   switch (path_of(f)) {
     case REAL:
       return std::ptrdiff_t(block_bytes(f)) * dim;
     case BLOCK:
-      return std::ptrdiff_t(block_bytes(f)) * (dim / GROUP);
+      return std::ptrdiff_t(block_bytes(f)) * (dim / block_values(f));
     default:
       return std::ptrdiff_t(dim) * code_bits(f) / 8 + start_bytes(f) + unit_bytes(f);
   }
 }
 
 // 16 bytes a group: byte j holds code j in its low and code j + 16 in its high nibble.
-constexpr bool packed4(int f) { return f == Q4_0 || f == TBQ4_0 || f == TQ4; }
+constexpr bool packed4(int f) {
+  return f == Q4_0 || f == TBQ4_0 || f == Q4_POLAR || f == Q4_POLAR_RES || f == TQ4;
+}
+// Those that are scored with a token in each lane, where a residual would cost a sum per token.
+constexpr bool scored_by_lanes(int f) { return packed4(f) && f != Q4_POLAR_RES; }
+// Code c of a group as value of the group: polar formats pack neighbours into a byte.
+constexpr int value_of_code(int f, int c) {
+  return f == Q4_POLAR || f == Q4_POLAR_RES ? c % 16 * 2 + c / 16 : c;
+}
 
 constexpr int groups_of(int dim) { return (dim + GROUP - 1) / GROUP; }
 constexpr int padded(int dim) { return groups_of(dim) * GROUP; }
@@ -169,6 +217,19 @@ struct Table {
   float scale;
   int largest;  // magnitude of entry - offset
   int offset;
+  const std::int32_t* pairs = nullptr;     // see WideTrellis
+  const std::int16_t* residual = nullptr;  // entries to add: see key_words and value_words
+};
+
+// The 512-state trellis of tbq3_tcq. A state is 9 bits of the code stream, and the next one starts
+// 3 bits later, so that 12 bits hold two: pairs[bits] has the entry of the first in its low half.
+struct WideTrellis {
+  static constexpr int STATES = 512, PAIRS = 4096;
+  float value[STATES];
+  float of_predecessor[8][STATES / 8];  // [p][j]: value[8 * j + p]
+  float key_scale, value_scale;
+  int key_largest, value_largest;
+  std::int32_t key_pairs[PAIRS], value_pairs[PAIRS];
 };
 
 constexpr int MAX_STATES = 256;
@@ -200,9 +261,13 @@ struct Book {
   int n_tries = 0;       // and the multiples of it that are tried
   float tries[16] = {};
   Table key = {}, value_side = {};
-  alignas(32) std::int8_t byte[32] = {};  // row formats: the entries
-  const Trellis* trellis = nullptr;       // where it has one,
-  const Units* units = nullptr;           // and its units
+  alignas(32) std::int8_t byte[32] = {};            // row formats: the entries
+  const Trellis* trellis = nullptr;                 // where it has one,
+  const Units* units = nullptr;                     // and its units
+  const WideTrellis* wide_trellis = nullptr;        // tbq3_tcq
+  const float* projection = nullptr;                // qjl1_256: [128][256]
+  const float* residual = nullptr;                  // q4_polar_res: [128] signs of RESIDUAL
+  const float *before = nullptr, *after = nullptr;  // tbq3_tcq: signs of R128, [128]
 };
 
 struct Counts {
@@ -255,7 +320,8 @@ struct Kernels {
   // 16-bit weight pairs of probability x stored scale: words [token / 2][width], step [width].
   void (*weights[WIDTHS])(const float* probability, std::ptrdiff_t plane, const float* scales,
                           int n, int largest, float* scratch, std::int32_t* words, float* step);
-  // out[row][padded dim] += weights x (values - offset)
+  // out[row][padded dim] += weights x (values - offset). Block formats: `plane` is 0 where all
+  // groups share the weights of a token.
   void (*accumulate[PATHS][WIDTHS])(const void* weights, std::ptrdiff_t plane, const float* step,
                                     const void* values, int n, int dim, int offset, float* out,
                                     std::ptrdiff_t out_stride);
@@ -264,8 +330,11 @@ struct Kernels {
   // Query row (stored domain, natural order) -> int16 in natural order; returns the step.
   float (*quantize)(const float* x, int n, int largest, std::int16_t* out);
   void (*rotate)(float* x, int dim, const int* parts, int n_parts);  // Hadamard blocks, normalised
+  // Every 128 values times a [128][256] table, to 256.
+  void (*project)(const float* x, int dim, const float* table, float* out);
 
-  // One row. `y` is scratch of dim floats in the stored domain, overwritten.
+  // One row. `y` is scratch of dim floats in the stored domain, overwritten. Formats with blocks of
+  // 128 take the plain basis: their norm comes before the rotation.
   void (*encode[FORMATS])(float* y, int dim, const Book&, std::uint8_t* out, Counts&);
   bool (*decode[FORMATS])(const std::uint8_t* row, int dim, const Book&, float* out);
   bool (*finite)(const float* x, std::ptrdiff_t n);

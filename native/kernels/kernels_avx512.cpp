@@ -6,6 +6,7 @@
 // to add up across lanes. Other codes are unpacked by the 256-bit instructions of codes_avx2.h.
 #if defined(__x86_64__)
 #include "codes_avx2.h"
+#include "foreign.h"
 #include "leaf.h"
 #include "trellis.h"
 
@@ -34,6 +35,7 @@ struct Avx512 : CodesAvx2 {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F abs(F a) { return _mm512_abs_ps(a); }
   static F above(F x, float limit, F value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set(limit), _CMP_GT_OQ), value);
@@ -102,6 +104,7 @@ struct Avx512 : CodesAvx2 {
   static W pair(W even, W odd) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
   }
+  static W add_entries(W a, W b) { return _mm512_add_epi16(a, b); }
   static W add_words(W a, W b) { return _mm512_add_epi32(a, b); }
   static W count_above(W count, F x, F limit) {
     return _mm512_mask_add_epi32(count, _mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), count,
@@ -257,6 +260,36 @@ struct Avx512 : CodesAvx2 {
   static void store_values_row(const Lut& lut, Any a, Any b, std::int16_t* out) {
     store_values(lut, a, b, out);
   }
+  // Entries of 32 trellis states, in natural order: eight indices of 12 bits are 48 bits, of which
+  // each 32-bit lane takes the three bytes that hold its own.
+  static void key_words_pairs(const std::int32_t* pairs, const std::uint8_t* p, W* out) {
+    std::uint64_t low, high;
+    std::memcpy(&low, p, 8);
+    std::memcpy(&high, p + 6, 8);
+    const __m512i bytes =
+        _mm512_broadcast_i32x4(_mm_set_epi64x(std::int64_t(high), std::int64_t(low)));
+    const __m512i place =
+        _mm512_set_epi32(0x800f0e0d, 0x800e0d0c, 0x800d0c0b, 0x800d0c0b, 0x800c0b0a, 0x800b0a09,
+                         0x800a0908, 0x800a0908, 0x80070605, 0x80060504, 0x80050403, 0x80050403,
+                         0x80040302, 0x80030201, 0x80020100, 0x80020100);
+    const __m512i shift = _mm512_setr_epi32(0, 6, 4, 2, 0, 6, 4, 2, 0, 6, 4, 2, 0, 6, 4, 2);
+    const __m512i index =
+        _mm512_and_si512(_mm512_srlv_epi32(_mm512_shuffle_epi8(bytes, place), shift),
+                         _mm512_set1_epi32(WideTrellis::PAIRS - 1));
+    out[0] = _mm512_i32gather_epi32(index, pairs, 4);
+  }
+  // +1 where a bit is set, else -1, in natural order.
+  static void key_words_signs(const std::uint8_t* p, W* out) {
+    std::uint32_t bits;
+    std::memcpy(&bits, p, 4);
+    out[0] = _mm512_mask_blend_epi16(bits, _mm512_set1_epi16(-1), _mm512_set1_epi16(1));
+  }
+  // Words of two tokens by turns, within 128-bit lanes.
+  static void store_turns(W a, W b, std::int16_t* out) {
+    store_words(out, _mm512_unpacklo_epi16(a, b));
+    store_words(out + 32, _mm512_unpackhi_epi16(a, b));
+  }
+  static F eight(const float* p, int) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(p)); }
   // See score_lanes.
   template <class Group>
   static void tokens_to_lanes(Group group, W* word) {
@@ -308,6 +341,7 @@ struct Avx512 : CodesAvx2 {
   // come out in natural order; their value pairs are interleaved within 128-bit lanes of bytes.
   static int key_element(int format, int p) { return packed4(format) ? lane_element(p) : p; }
   static int value_element(int format, int p) {
+    if (format == TBQ3_TCQ) return p % 16 / 4 * 8 + p / 16 * 4 + p % 4;
     if (packed4(format)) return p % 8 * 2 + p / 16 + p % 16 / 8 * 16;
     return p % 16 / 8 * 16 + p / 16 * 8 + p % 8;
   }
@@ -315,7 +349,7 @@ struct Avx512 : CodesAvx2 {
 
 }  // namespace
 
-constinit const Kernels kernels_avx512 = with_lanes<Avx512>(make_kernels<Avx512>("avx512"));
+constinit const Kernels kernels_avx512 = make_kernels<Avx512>("avx512");
 
 }  // namespace kvproof
 #endif

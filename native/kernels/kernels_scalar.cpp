@@ -1,4 +1,5 @@
 // Scalar kernels: the operations of leaf.h as plain loops over four lanes, no intrinsics.
+#include "foreign.h"
 #include "leaf.h"
 #include "trellis.h"
 
@@ -59,6 +60,9 @@ struct Scalar {
   static F max(F a, F b) {
     return each([=](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
   }
+  static F min(F a, F b) {
+    return each([=](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+  }
   static F abs(F a) {
     return each([=](int i) { return __builtin_fabsf(a.v[i]); });
   }
@@ -116,6 +120,14 @@ struct Scalar {
     return each_word([=](int i) {
       return std::int32_t(std::uint32_t(odd.v[i]) << 16 | (std::uint32_t(even.v[i]) & 0xffff));
     });
+  }
+  static W add_entries(W a, W b) {
+    std::int16_t x[8], y[8];
+    std::memcpy(x, a.v, sizeof x);
+    std::memcpy(y, b.v, sizeof y);
+    for (int i = 0; i < 8; ++i) x[i] = std::int16_t(x[i] + y[i]);
+    std::memcpy(a.v, x, sizeof x);
+    return a;
   }
   static W add_words(W a, W b) {
     return each_word([=](int i) { return a.v[i] + b.v[i]; });
@@ -244,6 +256,45 @@ struct Scalar {
   }
   static void store_values_bytes(const Codes& a, const Codes& b, std::int16_t* out) {
     store_values_signed(a, b, out);
+  }
+  // Entries of 32 trellis states: 16 overlapping fields of 12 bits.
+  static void key_words_pairs(const std::int32_t* pairs, const std::uint8_t* p, W* out) {
+    std::int32_t v[16];
+    for (int i = 0; i < 16; i += 4, p += 3) {
+      const std::uint32_t bits = p[0] | p[1] << 8 | p[2] << 16 | std::uint32_t(p[3]) << 24;
+      for (int j = 0; j < 4; ++j) v[i + j] = pairs[bits >> 6 * j & (WideTrellis::PAIRS - 1)];
+    }
+    std::memcpy(out, v, sizeof v);
+  }
+  // +1 where a bit is set, else -1.
+  static void key_words_signs(const std::uint8_t* p, W* out) {
+    std::int16_t v[GROUP];
+    for (int i = 0; i < GROUP; ++i) v[i] = p[i / 8] >> i % 8 & 1 ? 1 : -1;
+    std::memcpy(out, v, sizeof v);
+  }
+  // Words of two tokens by turns.
+  static void store_turns(W a, W b, std::int16_t* out) {
+    std::int16_t x[8], y[8];
+    std::memcpy(x, a.v, sizeof x);
+    std::memcpy(y, b.v, sizeof y);
+    for (int i = 0; i < 8; ++i) {
+      out[2 * i] = x[i];
+      out[2 * i + 1] = y[i];
+    }
+  }
+  static F eight(const float* p, int i) { return load(p + i % 8); }
+  // First i of before[i] + (y - value[i])^2 == sum, which one of them is.
+  static int first_of_eight(float sum, const float* before, float y, const float* value) {
+    int i = 0;
+    for (; i < 7; ++i) {
+      const float miss = y - value[i];
+      if (before[i] + miss * miss == sum) break;
+    }
+    return i;
+  }
+  static void turn8x8(const float* from, float* to) {
+    for (int i = 0; i < 8; ++i)
+      for (int j = 0; j < 8; ++j) to[8 * j + i] = from[8 * i + j];
   }
   static void key_words_row(const Lut& lut, const Codes& codes, W* out) {
     key_words(lut, codes, out);

@@ -22,6 +22,35 @@ inline int smaller(int a, int b) { return a < b ? a : b; }
 // ---- decode a tile
 // -------------------------------------------------------------------------------
 
+// Codes of q4_polar_res, and which 32 values to add to them: 4 * bit + group of the block.
+template <class I>
+struct WithResidual {
+  decltype(I::codes4(nullptr)) codes;
+  int shift;
+};
+
+// What turns codes into int16 entries.
+template <class I, int F>
+struct Entries {
+  typename I::Lut lut;
+  explicit Entries(const Table& t) : lut(t.entry) {}
+};
+template <class I>
+struct Entries<I, TBQ3_TCQ> {
+  const std::int32_t* pairs;
+  explicit Entries(const Table& t) : pairs(t.pairs) {}
+};
+template <class I>
+struct Entries<I, QJL1_256> {
+  explicit Entries(const Table&) {}
+};
+template <class I>
+struct Entries<I, Q4_POLAR_RES> {
+  typename I::Lut lut;
+  const std::int16_t* residual;
+  explicit Entries(const Table& t) : lut(t.entry), residual(t.residual) {}
+};
+
 template <class I, int F>
 inline auto whole_group(const std::uint8_t* row, int g, int dim) {
   if constexpr (F == TQ4) {
@@ -31,8 +60,12 @@ inline auto whole_group(const std::uint8_t* row, int g, int dim) {
   } else if constexpr (F == TQ8) {
     return I::codes8(row + GROUP * g);
   } else {
-    const std::uint8_t* p = row + block_bytes(F) * g + 2;
-    if constexpr (F == Q8_0)
+    const std::uint8_t* p = row + codes_at(F, g);
+    if constexpr (F == TBQ3_TCQ || F == QJL1_256)
+      return p;
+    else if constexpr (F == Q4_POLAR_RES)
+      return WithResidual<I>{I::codes4(p), (row[codes_at(F, g | 3) + 16] & 1) * 4 + g % 4};
+    else if constexpr (F == Q8_0)
       return I::codes8(p);
     else if constexpr (F == TBQ3_0)
       return I::codes3_stream(p);
@@ -68,26 +101,62 @@ constexpr int MAX_SCALES = TILE * (MAX_DIM / GROUP) + 16;  // and one register o
 
 // The int16 values of one group of keys, in registers.
 template <class I, int F, class Codes>
-inline void key_words(const typename I::Lut& lut, const Codes& codes, typename I::W* out) {
+inline void key_words(const Entries<I, F>& entries, const Codes& codes, typename I::W* out) {
   if constexpr (F == Q8_0)
     I::key_words_signed(codes, out);
   else if constexpr (F == TQ8)
     I::key_words_bytes(codes, out);
-  else if constexpr (path_of(F) == ROW)
-    I::key_words_row(lut, codes, out);
+  else if constexpr (F == TBQ3_TCQ)
+    I::key_words_pairs(entries.pairs, codes, out);
+  else if constexpr (F == QJL1_256)
+    I::key_words_signs(codes, out);
+  else if constexpr (F == Q4_POLAR_RES) {
+    I::key_words(entries.lut, codes.codes, out);
+    const std::int16_t* const more = entries.residual + GROUP * codes.shift;
+    for (int i = 0; i < GROUP / (2 * I::LANES); ++i)
+      out[i] = I::add_entries(out[i], I::load_words(more + 2 * I::LANES * i));
+  } else if constexpr (path_of(F) == ROW)
+    I::key_words_row(entries.lut, codes, out);
   else
-    I::key_words(lut, codes, out);
+    I::key_words(entries.lut, codes, out);
+}
+
+// Pairs of values of two tokens.
+template <class I, int F, class Codes, class Value>
+inline void value_words(const Entries<I, F>& entries, const Codes& a, const Codes& b, Value* out) {
+  if constexpr (F == Q8_0)
+    I::store_values_signed(a, b, out);
+  else if constexpr (F == TQ8)
+    I::store_values_bytes(a, b, out);
+  else if constexpr (F == TBQ3_TCQ) {
+    typename I::W first[GROUP / (2 * I::LANES)], second[GROUP / (2 * I::LANES)];
+    I::key_words_pairs(entries.pairs, a, first);
+    I::key_words_pairs(entries.pairs, b, second);
+    for (int i = 0; i < GROUP / (2 * I::LANES); ++i)
+      I::store_turns(first[i], second[i], out + 4 * I::LANES * i);
+  } else if constexpr (F == Q4_POLAR_RES) {
+    I::store_values(entries.lut, a.codes, b.codes, out);
+    // [bit of b][bit of a][group of the block][64]
+    const int at = (b.shift / 4 * 2 + a.shift / 4) * 4 + a.shift % 4;
+    const std::int16_t* const more = entries.residual + 2 * GROUP * at;
+    for (int i = 0; i < 2 * GROUP; i += 2 * I::LANES)
+      I::store_words(out + i, I::add_entries(I::load_words(out + i), I::load_words(more + i)));
+  } else if constexpr (path_of(F) == ROW)
+    I::store_values_row(entries.lut, a, b, out);
+  else
+    I::store_values(entries.lut, a, b, out);
 }
 
 // Stored scales are collected as halves, in the order of `scales`, and converted together: one at a
 // time they cost as much as the codes. A NaN or infinity becomes 0 and is reported.
-template <class I>
+template <class I, int F>
 bool convert_scales(const std::uint16_t* halves, int n, float* scales) {
   constexpr int L = I::LANES;
   const typename I::F infinity = I::set(__builtin_inff());
   bool ok = true;
   for (int i = 0; i < n; i += L) {
-    const typename I::F x = I::load_f16(reinterpret_cast<const std::uint8_t*>(halves + i));
+    const auto* from = reinterpret_cast<const std::uint8_t*>(halves + i);
+    const typename I::F x = F == QJL1_256 ? I::load_bf16(from) : I::load_f16(from);
     ok = ok && I::all_below(I::abs(x), infinity);
     I::store(scales + i, x);
   }
@@ -98,7 +167,7 @@ bool convert_scales(const std::uint16_t* halves, int n, float* scales) {
 
 template <class I, int F>
 bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* scales) {
-  const typename I::Lut lut(table.entry);
+  const Entries<I, F> entries(table);
   const int groups = groups_of(rows.dim), n_scales = path_of(F) == BLOCK ? rows.n * groups : TILE;
   alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? MAX_SCALES : TILE];
   if (path_of(F) == ROW && rows.n < TILE) std::memset(halves, 0, sizeof halves);
@@ -112,14 +181,13 @@ bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* s
     each_group<I, F>(dim, 0, groups, [&](int g, auto codes_of) {
       constexpr int STEPS = GROUP / (2 * I::LANES);
       typename I::W words[STEPS];
-      key_words<I, F>(lut, codes_of(row), words);
+      key_words<I, F>(entries, codes_of(row), words);
       for (int i = 0; i < STEPS; ++i) I::store_words(o + g * GROUP + 2 * I::LANES * i, words[i]);
-      if constexpr (path_of(F) == BLOCK)
-        halves[t * groups + g] = load_u16(row + block_bytes(F) * g);
+      if constexpr (path_of(F) == BLOCK) halves[t * groups + g] = load_u16(row + scale_at(F, g));
     });
     if constexpr (path_of(F) == ROW) halves[(t & 1) * (TILE / 2) + t / 2] = load_u16(row + unit_at);
   }
-  return convert_scales<I>(halves, n_scales, scales);
+  return convert_scales<I, F>(halves, n_scales, scales);
 }
 
 template <class I, int F>
@@ -127,8 +195,9 @@ bool decode_values_coded(const Rows& rows, const Table& table, int first, int la
                          float* scales) {
   // Partner of an odd last token: its weight is 0, its bytes only have to be readable.
   alignas(64) static const std::uint8_t zeros[MAX_DIM / GROUP * 34 + 64] = {};
-  const typename I::Lut lut(table.entry);
-  const int groups = last - first, n_scales = path_of(F) == BLOCK ? groups * TILE : TILE;
+  const Entries<I, F> entries(table);
+  const int groups = last - first;
+  const int n_scales = path_of(F) == BLOCK ? groups / block_groups(F) * TILE : TILE;
   alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? SLICE * TILE : TILE];
   if (rows.n < TILE) std::memset(halves, 0, std::size_t(n_scales) * sizeof *halves);
   using Value = std::conditional_t<path_of(F) == ROW, typename I::RowValue, std::int16_t>;
@@ -141,18 +210,11 @@ bool decode_values_coded(const Rows& rows, const Table& table, int first, int la
     each_group<I, F>(dim, first, last, [&](int g, auto codes_of) {
       const auto ca = codes_of(a), cb = codes_of(b);
       Value* to = o + 2 * (g - first) * GROUP;
-      if constexpr (F == Q8_0)
-        I::store_values_signed(ca, cb, to);
-      else if constexpr (F == TQ8)
-        I::store_values_bytes(ca, cb, to);
-      else if constexpr (path_of(F) == ROW)
-        I::store_values_row(lut, ca, cb, to);
-      else
-        I::store_values(lut, ca, cb, to);
-      if constexpr (path_of(F) == BLOCK) {
-        std::uint16_t* h = halves + (g - first) * TILE + t / 2;
-        h[0] = load_u16(a + block_bytes(F) * g);
-        h[TILE / 2] = load_u16(b + block_bytes(F) * g);
+      value_words<I, F>(entries, ca, cb, to);
+      if (path_of(F) == BLOCK && g % block_groups(F) == 0) {
+        std::uint16_t* h = halves + (g - first) / block_groups(F) * TILE + t / 2;
+        h[0] = load_u16(a + scale_at(F, g));
+        h[TILE / 2] = load_u16(b + scale_at(F, g));
       }
     });
     if constexpr (path_of(F) == ROW) {
@@ -160,7 +222,7 @@ bool decode_values_coded(const Rows& rows, const Table& table, int first, int la
       halves[TILE / 2 + t / 2] = load_u16(b + unit_at);
     }
   }
-  return convert_scales<I>(halves, n_scales, scales);
+  return convert_scales<I, F>(halves, n_scales, scales);
 }
 
 template <class I, int F>
@@ -328,7 +390,7 @@ void dot(const void* query, std::ptrdiff_t query_stride, const float* row_scale,
 
 // Products of one group of codes per token into sums[token * MR + row].
 template <class I, int MR, int F, class CodesOf>
-inline void multiply_row_group(const typename I::Lut& lut, const std::uint8_t* const* row,
+inline void multiply_row_group(const Entries<I, F>& entries, const std::uint8_t* const* row,
                                CodesOf codes_of, const std::int16_t* q, std::ptrdiff_t query_stride,
                                typename I::W* sums) {
   constexpr int NT = I::LANES / MR, STEPS = GROUP / (2 * I::LANES);
@@ -337,7 +399,7 @@ inline void multiply_row_group(const typename I::Lut& lut, const std::uint8_t* c
   for (int j = 0; j < NT; j += SHARED) {
     typename I::W words[SHARED][STEPS];
 #pragma GCC unroll 2
-    for (int k = 0; k < SHARED; ++k) key_words<I, F>(lut, codes_of(row[j + k]), words[k]);
+    for (int k = 0; k < SHARED; ++k) key_words<I, F>(entries, codes_of(row[j + k]), words[k]);
 #pragma GCC unroll 4
     for (int i = 0; i < STEPS; ++i)
 #pragma GCC unroll 4
@@ -355,7 +417,7 @@ inline void multiply_row_group(const typename I::Lut& lut, const std::uint8_t* c
 
 // The same for a block format: the sum of a group is scaled at once.
 template <class I, int MR, int F, class CodesOf>
-inline void multiply_block_group(const typename I::Lut& lut, const std::uint8_t* const* row,
+inline void multiply_block_group(const Entries<I, F>& entries, const std::uint8_t* const* row,
                                  CodesOf codes_of, const std::int16_t* q,
                                  std::ptrdiff_t query_stride, const float* const* scale,
                                  typename I::F* acc) {
@@ -363,7 +425,7 @@ inline void multiply_block_group(const typename I::Lut& lut, const std::uint8_t*
 #pragma GCC unroll 16
   for (int j = 0; j < NT; ++j) {
     typename I::W words[STEPS];
-    key_words<I, F>(lut, codes_of(row[j]), words);
+    key_words<I, F>(entries, codes_of(row[j]), words);
     const typename I::F factor = I::set(*scale[j]);
 #pragma GCC unroll 4
     for (int r = 0; r < MR; ++r) {
@@ -392,7 +454,7 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
     std::memset(halves + n * groups / L * L, 0, L * sizeof *halves);
     for (int t = 0; t < n; ++t)
       for (int g = 0; g < groups; ++g)
-        halves[t * groups + g] = load_u16(rows.base + t * stride + block_bytes(F) * g);
+        halves[t * groups + g] = load_u16(rows.base + t * stride + scale_at(F, g));
   } else {
     if (n < TILE) std::memset(halves, 0, sizeof halves);
     const std::uint8_t* unit = rows.base + row_bytes(F, dim) - 2;
@@ -402,9 +464,9 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
   const std::uint8_t* row_of[TILE];
   for (int t = 0; t < TILE; ++t)  // past the end: the last row again, masked by the caller
     row_of[t] = rows.base + smaller(t, n - 1) * stride;
-  const bool ok = convert_scales<I>(halves, BLOCKS ? n * groups : TILE, scales);
+  const bool ok = convert_scales<I, F>(halves, BLOCKS ? n * groups : TILE, scales);
 
-  const typename I::Lut lut(table.entry);
+  const Entries<I, F> entries(table);
   const typename I::F row_factor = I::template repeat<MR>(row_scale);
   const typename I::W starts = I::template repeat_words<MR>(start);
   const auto* q = static_cast<const std::int16_t*>(query);
@@ -423,7 +485,7 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) acc[i] = I::zero();
         each_group<I, F>(dim, 0, groups, [&](int g, auto codes_of) {
-          multiply_block_group<I, MR, F>(lut, row, codes_of, q + g * GROUP, query_stride, scale,
+          multiply_block_group<I, MR, F>(entries, row, codes_of, q + g * GROUP, query_stride, scale,
                                          acc);
           for (int j = 0; j < NT; ++j) ++scale[j];
         });
@@ -433,7 +495,7 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) sums[i] = I::zero_words();
         each_group<I, F>(dim, 0, groups, [&](int g, auto codes_of) {
-          multiply_row_group<I, MR, F>(lut, row, codes_of, q + g * GROUP, query_stride, sums);
+          multiply_row_group<I, MR, F>(entries, row, codes_of, q + g * GROUP, query_stride, sums);
         });
         const typename I::W total = I::add_words(I::reduce(sums), starts);
         result = I::mul(I::to_float(total),
@@ -489,15 +551,15 @@ bool score_lanes(const Rows& rows, const Table& table, const void* query,
     if constexpr (BLOCKS) {  // [group][step][parity][lane]
       const int j = t / 2 % L, lane = j % (L / 4) * 4 + j / (L / 4);
       std::uint16_t* const h = halves + t / (2 * L) * (2 * L) + t % 2 * L + lane;
-      for (int g = 0; g < groups; ++g) h[g * TILE] = load_u16(row + block_bytes(F) * g);
+      for (int g = 0; g < groups; ++g) h[g * TILE] = load_u16(row + scale_at(F, g));
     } else {
       halves[(t & 1) * (TILE / 2) + t / 2] = load_u16(row + row_bytes(F, dim) - 2);
     }
   }
   for (int t = n; t < TILE; ++t) row_of[t] = row_of[n - 1];  // masked by the caller
-  const bool ok = convert_scales<I>(halves, BLOCKS ? groups * TILE : TILE, scales);
+  const bool ok = convert_scales<I, F>(halves, BLOCKS ? groups * TILE : TILE, scales);
 
-  const typename I::Lut lut(table.entry);
+  const Entries<I, F> entries(table);
   const typename I::F row_factor = I::template repeat<MR>(row_scale);
   const auto* q = static_cast<const std::int16_t*>(query);
   for (int t0 = 0; t0 < n; t0 += 2 * L) {
@@ -519,10 +581,10 @@ bool score_lanes(const Rows& rows, const Table& table, const void* query,
       const std::int16_t* qg = q + g * GROUP;
 #pragma GCC unroll 4
       for (int k = 0; k < 4; ++k, qg += 8) {
-        multiply_step<I, MR, F, 0>(lut, word[k], qg, query_stride, sums[0]);
-        multiply_step<I, MR, F, 2>(lut, word[k], qg, query_stride, sums[CHAINS - 1]);
-        multiply_step<I, MR, F, 1>(lut, word[k], qg, query_stride, sums[0]);
-        multiply_step<I, MR, F, 3>(lut, word[k], qg, query_stride, sums[CHAINS - 1]);
+        multiply_step<I, MR, F, 0>(entries.lut, word[k], qg, query_stride, sums[0]);
+        multiply_step<I, MR, F, 2>(entries.lut, word[k], qg, query_stride, sums[CHAINS - 1]);
+        multiply_step<I, MR, F, 1>(entries.lut, word[k], qg, query_stride, sums[0]);
+        multiply_step<I, MR, F, 3>(entries.lut, word[k], qg, query_stride, sums[CHAINS - 1]);
       }
       if constexpr (BLOCKS)
 #pragma GCC unroll 8
@@ -772,7 +834,7 @@ void accumulate(const void* weights, std::ptrdiff_t plane, const float* step, co
     if constexpr (P == ROW) offset_start<I, MR>(w, pairs, offset, start);
     int d = 0;
     for (; d + WIDE * L <= width; d += WIDE * L) {
-      const int column = P == BLOCK ? d / GROUP : 0;
+      const int column = P == BLOCK && plane ? d / GROUP : 0;
       accumulate_coded<I, MR, WIDE>(w + column * (TILE / 2) * MR, step + column * MR, start,
                                     v + 2 * d, width, pairs, out + d, out_stride);
     }
@@ -830,20 +892,26 @@ float quantize(const float* x, int n, int largest, std::int16_t* out) {
   return m > 1e-30f ? m / float(largest) : 0;
 }
 
-// Butterflies in the order of the reference (length 1, 2, 4, ...), then one factor.
+// Butterflies in the order of the reference: length 1, 2, 4, ...
+template <class I>
+inline void hadamard(float* x, int n) {
+  constexpr int L = I::LANES;
+  for (int i = 0; i < n; i += L) I::store(x + i, I::butterflies(I::load(x + i)));
+  for (int len = L; len < n; len *= 2)
+    for (int i = 0; i < n; i += 2 * len)
+      for (int j = i; j < i + len; j += L) {
+        const typename I::F a = I::load(x + j), b = I::load(x + j + len);
+        I::store(x + j, I::add(a, b));
+        I::store(x + j + len, I::sub(a, b));
+      }
+}
+
 template <class I>
 void rotate(float* x, int, const int* parts, int n_parts) {
   constexpr int L = I::LANES;
   for (int p = 0; p < n_parts; x += parts[p], ++p) {
     const int n = parts[p];
-    for (int i = 0; i < n; i += L) I::store(x + i, I::butterflies(I::load(x + i)));
-    for (int len = L; len < n; len *= 2)
-      for (int i = 0; i < n; i += 2 * len)
-        for (int j = i; j < i + len; j += L) {
-          const typename I::F a = I::load(x + j), b = I::load(x + j + len);
-          I::store(x + j, I::add(a, b));
-          I::store(x + j + len, I::sub(a, b));
-        }
+    hadamard<I>(x, n);
     const typename I::F factor = I::set(float(1 / __builtin_sqrt(double(n))));
     for (int i = 0; i < n; i += L) I::store(x + i, I::mul(I::load(x + i), factor));
   }
@@ -1134,6 +1202,20 @@ void encode_real(float* y, int dim, const Book&, std::uint8_t* out, Counts& coun
   }
 }
 
+// ---- formats with blocks of 128 values: foreign.h
+// ---------------------------------------------------------------------------------------
+
+template <class I, int F>
+void encode_wide(float* x, int dim, const Book&, std::uint8_t* out, Counts&);
+template <class I, int F>
+bool decode_wide(const std::uint8_t* row, int dim, const Book&, float* out);
+template <class I>
+void project(const float* x, int dim, const float* table, float* out);
+template <class I, int MR, int F>
+bool score_wide(const Rows&, const Table&, const void* query, std::ptrdiff_t query_stride,
+                const float* row_scale, const std::int32_t* start, float* scales, float* out,
+                std::ptrdiff_t plane);
+
 // ---- decode one row, stored domain
 // ---------------------------------------------------------------
 
@@ -1157,7 +1239,7 @@ bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) 
       alignas(64) std::uint8_t codes[GROUP];
       I::store_codes(codes, codes_of(row));
       const std::uint16_t h =
-          load_u16(path_of(F) == ROW ? row + row_bytes(F, dim) - 2 : row + block_bytes(F) * g);
+          load_u16(path_of(F) == ROW ? row + row_bytes(F, dim) - 2 : row + scale_at(F, g));
       ok = ok && (h & 0x7c00) != 0x7c00;
       const float d = half_to_float(h);
       const int n = smaller(GROUP, dim - GROUP * g);
@@ -1275,8 +1357,19 @@ constexpr void add_trellis(Kernels& k) {
 // -----------------------------------------------------------------------------------
 
 // Formats that have attention kernels of their own.
-using Layouts =
-    std::integer_sequence<int, F16, BF16, FP8_E4M3, Q8_0, Q4_0, TBQ4_0, TBQ3_0, TQ4, TQ3, TQ8>;
+using Layouts = std::integer_sequence<int, F16, BF16, FP8_E4M3, Q8_0, Q4_0, TBQ4_0, TBQ3_0,
+                                      Q4_POLAR, Q4_POLAR_RES, TBQ3_TCQ, QJL1_256, TQ4, TQ3, TQ8>;
+
+// Sets of 4 lanes have no use for the special ones.
+template <class I, int MR, int F>
+constexpr auto scorer() {
+  if constexpr (I::LANES >= 8 && scored_by_lanes(F))
+    return score_lanes<I, MR, F>;
+  else if constexpr (I::LANES >= 8 && wide(F))
+    return score_wide<I, MR, F>;
+  else
+    return score<I, MR, F>;
+}
 
 template <class I, int F>
 constexpr void add_layout(Kernels& k) {
@@ -1286,18 +1379,23 @@ constexpr void add_layout(Kernels& k) {
     k.encode[F] = encode_real<I, F>;
   } else {
     k.decode_keys[F] = decode_keys_coded<I, F>;
-    k.decode_values[F] = decode_values_coded<I, F>;
-    k.score[F][0] = score<I, 1, F>;
-    k.score[F][1] = score<I, 2, F>;
-    k.score[F][2] = score<I, 4, F>;
-    if constexpr (path_of(F) == BLOCK)
+    if constexpr (F != QJL1_256) k.decode_values[F] = decode_values_coded<I, F>;
+    k.score[F][0] = scorer<I, 1, F>();
+    k.score[F][1] = scorer<I, 2, F>();
+    k.score[F][2] = scorer<I, 4, F>();
+    if constexpr (wide(F))
+      k.encode[F] = encode_wide<I, F>;
+    else if constexpr (path_of(F) == BLOCK)
       k.encode[F] = encode_blocks<I, F>;
     else if constexpr (F == TQ8)
       k.encode[F] = encode_bytes<I>;
     else
       k.encode[F] = encode_row<I, F>;
   }
-  k.decode[F] = decode_row<I, F>;
+  if constexpr (wide(F))
+    k.decode[F] = decode_wide<I, F>;
+  else
+    k.decode[F] = decode_row<I, F>;
 }
 
 template <class I, int... F>
@@ -1310,7 +1408,11 @@ constexpr Kernels make_kernels(const char* name) {
   Kernels k{};
   k.name = name;
   k.unsigned_rows = I::UNSIGNED_ROWS;
-  k.key_element = k.score_element = I::key_element;
+  k.key_element = I::key_element;
+  k.score_element = [](int format, int position) {
+    return I::LANES >= 8 && scored_by_lanes(format) ? lane_element(position)
+                                                    : I::key_element(format, position);
+  };
   k.value_element = I::value_element;
   add_layouts<I>(k, Layouts{});
   k.encode[Q4_0_ROT] = k.encode[Q4_0];
@@ -1339,25 +1441,9 @@ constexpr Kernels make_kernels(const char* name) {
   k.scale_row = scale_row<I>;
   k.quantize = quantize<I>;
   k.rotate = rotate<I>;
+  k.project = project<I>;
   k.finite = finite<I>;
   return k;
-}
-
-// With the 4-bit formats scored by lanes.
-template <class I>
-constexpr Kernels with_lanes(Kernels kernels) {
-  const auto use = [&](int f, auto one, auto two, auto four) {
-    kernels.score[f][0] = one;
-    kernels.score[f][1] = two;
-    kernels.score[f][2] = four;
-  };
-  use(Q4_0, score_lanes<I, 1, Q4_0>, score_lanes<I, 2, Q4_0>, score_lanes<I, 4, Q4_0>);
-  use(TBQ4_0, score_lanes<I, 1, TBQ4_0>, score_lanes<I, 2, TBQ4_0>, score_lanes<I, 4, TBQ4_0>);
-  use(TQ4, score_lanes<I, 1, TQ4>, score_lanes<I, 2, TQ4>, score_lanes<I, 4, TQ4>);
-  kernels.score_element = [](int format, int position) {
-    return packed4(format) ? lane_element(position) : I::key_element(format, position);
-  };
-  return kernels;
 }
 
 }  // namespace

@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 
@@ -24,8 +26,9 @@ namespace kvproof {
 namespace {
 
 constexpr const char* FORMAT_NAMES[] = {
-    "f16", "bf16", "fp8_e4m3", "q8_0", "q4_0",    "tbq4_0", "tbq3_0",  "tq4",  "tq3",    "q4_0_rot",
-    "tq8", "tq5",  "tq2",      "tcq4", "tcq4_64", "tcq3",   "tcq3_64", "tcq2", "tcq2_64"};
+    "f16",     "bf16",     "fp8_e4m3", "q8_0",     "q4_0",         "tbq4_0",   "tbq3_0",  "tq4",
+    "tq3",     "q4_0_rot", "tq8",      "tq5",      "tq2",          "tcq4",     "tcq4_64", "tcq3",
+    "tcq3_64", "tcq2",     "tcq2_64",  "q4_polar", "q4_polar_res", "tbq3_tcq", "qjl1_256"};
 static_assert(sizeof FORMAT_NAMES / sizeof *FORMAT_NAMES == FORMATS);
 
 using Floats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
@@ -41,14 +44,34 @@ int format_index(const std::string& name) {
   throw std::invalid_argument("no kernel for format " + name);
 }
 
+// Books of formats that exist with several codebooks or projections, by the identity of the format,
+// which names its digest. They are added once and stay: a call holds a reference without a lock.
+struct Variant {
+  int fmt;
+  Book book;
+  std::vector<float> projection;
+  WideTrellis trellis;
+};
+std::map<std::string, std::unique_ptr<Variant>> variants;
+
+bool has_variants(int fmt) { return fmt == TBQ3_TCQ || fmt == QJL1_256; }
+
+Coded coded_of(const std::string& identity) {
+  const auto found = variants.find(identity);
+  if (found != variants.end()) return {found->second->fmt, &found->second->book};
+  const int fmt = format_index(identity);
+  if (has_variants(fmt)) throw std::invalid_argument(identity + " needs a codebook or projection");
+  return {fmt, &constants.book[fmt]};
+}
+
 // (name, can run here), best last. __builtin_cpu_supports also asks whether the system saves the
 // registers.
 std::vector<std::pair<std::string, bool>> isas() {
   std::vector<std::pair<std::string, bool>> out{{"scalar", true}};
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2") &&
-                    __builtin_cpu_supports("pclmul");
+                    __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
+                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("pclmul");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
@@ -78,12 +101,13 @@ const float* head_scales(const Scales& scale, std::size_t heads) {
 }
 
 Side side_of(const std::string& format, const Bytes& blocks, int dim, const Scales& scale) {
-  const int fmt = format_index(format);
-  if (blocks.ndim() != 3 || dim < 1 || dim > MAX_DIM ||
+  const auto [fmt, book] = coded_of(format);
+  if (stored_dim(fmt, dim) > MAX_DIM || blocks.ndim() != 3 || dim < 1 || dim > MAX_DIM ||
       std::ptrdiff_t(blocks.shape(2)) != row_bytes(fmt, dim) ||
       (blocks.stride(2) != 1 && blocks.shape(2) != 1))
     throw std::invalid_argument("blocks do not match " + format);
   return {fmt,
+          book,
           blocks.data(),
           blocks.stride(0),
           blocks.stride(1),
@@ -112,6 +136,8 @@ std::pair<int, std::ptrdiff_t> attention_call(
   const Side keys = side_of(key, k, int(q.shape(2)), k_scale);
   const Side values = side_of(value, v, dim_v, v_scale);
   const Query query = query_of(q, keys);
+  if (!kernels.decode_values[layout_of(values.fmt)])
+    throw std::invalid_argument(value + " holds keys only");
   const std::size_t rows = std::size_t(query.n) * query.heads;
   if (values.n != keys.n || values.heads != keys.heads || query.n < 1 ||
       out.size() != rows * dim_v || (lse && lse->size() != rows))
@@ -150,16 +176,16 @@ std::tuple<std::ptrdiff_t, std::int64_t, std::int64_t> encode_call(
     const std::string& isa, int threads, const std::string& format, const Floats& x,
     const Scales& scale, const OutBytes& out) {
   const Kernels& kernels = kernels_of(isa);
-  const int fmt = format_index(format);
+  const Coded coded = coded_of(format);
   const auto rows = std::ptrdiff_t(x.shape(0)), dim = std::ptrdiff_t(x.shape(1));
   if (x.ndim() != 2 || dim > MAX_DIM || out.ndim() != 2 || std::ptrdiff_t(out.shape(0)) != rows ||
-      std::ptrdiff_t(out.shape(1)) != row_bytes(fmt, int(dim)))
+      std::ptrdiff_t(out.shape(1)) != row_bytes(coded.fmt, int(dim)))
     throw std::invalid_argument("shapes do not match");
   const float* scales = head_scales(scale, std::size_t(rows));
   nb::gil_scoped_release free;
   Counts counts;
   const std::ptrdiff_t bad =
-      encode(kernels, threads, fmt, x.data(), rows, int(dim), scales, out.data(), counts);
+      encode(kernels, threads, coded, x.data(), rows, int(dim), scales, out.data(), counts);
   return {bad, counts.saturated, counts.flushed};
 }
 
@@ -167,16 +193,16 @@ std::ptrdiff_t decode_call(const std::string& isa, int threads, const std::strin
                            const Bytes& blocks, int dim, const Scales& scale,
                            const OutFloats& out) {
   const Kernels& kernels = kernels_of(isa);
-  const int fmt = format_index(format);
+  const Coded coded = coded_of(format);
   const auto rows = std::ptrdiff_t(blocks.shape(0));
   if (blocks.ndim() != 2 || dim < 1 || dim > MAX_DIM ||
-      std::ptrdiff_t(blocks.shape(1)) != row_bytes(fmt, dim) ||
+      std::ptrdiff_t(blocks.shape(1)) != row_bytes(coded.fmt, dim) ||
       (blocks.stride(1) != 1 && blocks.shape(1) != 1) ||
       out.size() != std::size_t(rows) * std::size_t(dim))
     throw std::invalid_argument("shapes do not match");
   const float* scales = head_scales(scale, std::size_t(rows));
   nb::gil_scoped_release free;
-  return decode(kernels, threads, fmt, blocks.data(), blocks.stride(0), rows, dim, scales,
+  return decode(kernels, threads, coded, blocks.data(), blocks.stride(0), rows, dim, scales,
                 out.data());
 }
 
@@ -235,10 +261,34 @@ void set_units(const Floats& values, const Floats& cuts) {
   }
 }
 
-void set_signs(const Floats& signs32, const Floats& head) {
-  if (signs32.size() != GROUP || head.size() != MAX_DIM) throw std::invalid_argument("bad signs");
+// `table` is the 512 values of a trellis or a [128][256] projection. Adding an identity twice
+// leaves the first: it names the contents.
+void add_variant(const std::string& format, const std::string& identity, const Floats& table) {
+  const int fmt = format_index(format);
+  const std::size_t size = fmt == QJL1_256 ? WIDE * SKETCH : WideTrellis::STATES;
+  if (!has_variants(fmt) || table.size() != size) throw std::invalid_argument("bad table");
+  auto v = std::make_unique<Variant>();
+  v->fmt = fmt;
+  if (fmt == QJL1_256) {
+    v->projection.assign(table.data(), table.data() + size);
+    v->book.projection = v->projection.data();
+  } else {
+    finish_trellis(table.data(), v->trellis);
+    v->book.wide_trellis = &v->trellis;
+    v->book.before = constants.signs128[0];
+    v->book.after = constants.signs128[1];
+  }
+  variants.try_emplace(identity, std::move(v));
+}
+
+void set_signs(const Floats& signs32, const Floats& head, const Floats& signs128,
+               const Floats& polar) {
+  if (signs32.size() != GROUP || head.size() != MAX_DIM || signs128.size() != 2 * WIDE ||
+      polar.size() != WIDE)
+    throw std::invalid_argument("bad signs");
+  std::memcpy(constants.signs128, signs128.data(), sizeof constants.signs128);
+  std::memcpy(constants.polar_signs, polar.data(), sizeof constants.polar_signs);
   std::memcpy(constants.signs32, signs32.data(), sizeof constants.signs32);
-  std::fill(constants.no_signs, constants.no_signs + GROUP, 1.f);
   std::memcpy(constants.head_signs, head.data(), sizeof constants.head_signs);
 }
 
@@ -253,7 +303,8 @@ NB_MODULE(_kernels, m) {
   m.def("set_book", &set_book, "format"_a, "values"_a, "cuts"_a, "start"_a, "tries"_a);
   m.def("set_trellis", &set_trellis, "format"_a, "states"_a, "taps0"_a, "taps1"_a, "offsets"_a);
   m.def("set_units", &set_units, "values"_a, "cuts"_a);
-  m.def("set_signs", &set_signs, "signs32"_a, "head"_a);
+  m.def("set_signs", &set_signs, "signs32"_a, "head"_a, "signs128"_a, "polar"_a);
+  m.def("add_variant", &add_variant, "format"_a, "identity"_a, "table"_a);
   m.def("row_bytes", [](const std::string& f, int dim) { return row_bytes(format_index(f), dim); });
   m.def("scratch_bytes", [] {
     Pool& pool = Pool::get();

@@ -17,6 +17,7 @@ ISAS = [name for name, available in cpu.isas().items() if available]
 FORMATS = [
     f.name for f in formats.all_formats() if cpu.CpuBackend().refuses("attention", f, 128) is None
 ]
+VALUES = [name for name in FORMATS if "value" in formats.get(name).sides]
 DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
 REFERENCE = ReferenceBackend()
 
@@ -30,6 +31,16 @@ ATTENTION |= {"tbq4_0": 1e-6, "tbq3_0": 1e-6}
 @pytest.fixture(params=ISAS)
 def backend(request):
     return cpu.CpuBackend(request.param)
+
+
+def value_of(name):
+    """The format itself, or one for values beside a format of keys only."""
+    return name if name in VALUES else "tbq3_0"
+
+
+def narrow(name):
+    """64, or 128 where the format takes no less."""
+    return 128 if formats.get(name).refuses(64, "key") else 64
 
 
 def accepted(dims=DIMS):
@@ -105,31 +116,40 @@ def test_decode_of_every_element_code(backend, value):
 @pytest.mark.parametrize(("name", "dim"), accepted())
 def test_scores_and_attention(backend, name, dim):
     f = formats.get(name)
-    k, v = f.encode(gaussian(dim, 150, 2, dim)), f.encode(gaussian(dim + 1, 150, 2, dim))
+    value = value_of(name)
+    k = f.encode(gaussian(dim, 150, 2, dim))
+    v = formats.get(value).encode(gaussian(dim + 1, 150, 2, dim))
     q = gaussian(dim + 2, 3, 8, dim) * 2
     assert nmse(backend.scores(f, q, k), REFERENCE.scores64(f, q, k)) < SCORES[name]
-    assert attend(backend, q, k, v, name, name) < ATTENTION[name]
+    assert attend(backend, q, k, v, name, value) < max(ATTENTION[name], ATTENTION[value])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (9, 3), (7, 1), (28, 4), (40, 1)])
-@pytest.mark.parametrize("name", ["tq4", "tbq4_0", "q8_0", "f16"])
+@pytest.mark.parametrize(
+    "name", ["tq4", "tbq4_0", "q8_0", "f16", "q4_polar", "q4_polar_res", "qjl1_256"]
+)
 def test_query_groups(backend, name, heads, kv_heads):
-    f = formats.get(name)
-    k, v = f.encode(gaussian(1, 90, kv_heads, 64)), f.encode(gaussian(2, 90, kv_heads, 64))
+    f, value, dim = formats.get(name), value_of(name), narrow(name)
+    k = f.encode(gaussian(1, 90, kv_heads, dim))
+    v = formats.get(value).encode(gaussian(2, 90, kv_heads, dim))
     for n_q in (1, 3, 17):
-        q = gaussian(3, n_q, heads, 64)
-        assert attend(backend, q, k, v, name, name) < ATTENTION[name]
+        q = gaussian(3, n_q, heads, dim)
+        assert attend(backend, q, k, v, name, value) < ATTENTION[value]
 
 
-@pytest.mark.parametrize("name", ["tq4", "tq3", "tbq3_0", "q4_0", "bf16"])
+@pytest.mark.parametrize(
+    "name",
+    ["tq4", "tq3", "tbq3_0", "q4_0", "bf16", "q4_polar", "q4_polar_res", "qjl1_256"],
+)
 def test_every_token_count(backend, name):
-    f = formats.get(name)
-    dim = 96
-    k, v = f.encode(gaussian(4, 70, 1, dim)), f.encode(gaussian(5, 70, 1, dim))
+    f, value = formats.get(name), value_of(name)
+    dim = 96 if f.refuses(96, "key") is None else 128
+    k = f.encode(gaussian(4, 70, 1, dim))
+    v = formats.get(value).encode(gaussian(5, 70, 1, dim))
     for n in range(1, 71):
         for heads in (1, 2, 4):
             q = gaussian(n, 1, heads, dim)
-            assert attend(backend, q, k[:n], v[:n], name, name) < ATTENTION[name], (n, heads)
+            assert attend(backend, q, k[:n], v[:n], name, value) < ATTENTION[value], (n, heads)
 
 
 @pytest.mark.parametrize("name", ["tq4", "q8_0", "f16"])
@@ -146,9 +166,9 @@ def test_causal_and_window_edges(backend, name):
 def test_every_pair_of_formats(backend):
     dim = 128
     k = {n: formats.get(n).encode(gaussian(9, 101, 2, dim)) for n in FORMATS}
-    v = {n: formats.get(n).encode(gaussian(10, 101, 2, 64)) for n in FORMATS}
+    v = {n: formats.get(n).encode(gaussian(10, 101, 2, narrow(n))) for n in VALUES}
     q = gaussian(11, 2, 4, dim)
-    for key, value in itertools.product(FORMATS, FORMATS):
+    for key, value in itertools.product(FORMATS, VALUES):
         bound = max(ATTENTION[key], ATTENTION[value])
         assert attend(backend, q, k[key], v[value], key, value) < bound, (key, value)
 
@@ -156,11 +176,12 @@ def test_every_pair_of_formats(backend):
 def test_large_scores_and_sharp_weights(backend):
     """Scores around +-200: without the maximum subtracted, exp overflows."""
     for name in FORMATS:
-        f = formats.get(name)
-        k, v = f.encode(gaussian(12, 300, 1, 64)), f.encode(gaussian(13, 300, 1, 64))
-        q = gaussian(14, 2, 4, 64)
-        want = REFERENCE.attention64(q, k, v, key=f, value=f, scale=8.0)
-        got = backend.attention(q, k, v, key=f, value=f, scale=8.0)
+        f, value = formats.get(name), formats.get(value_of(name))
+        dim = narrow(name)
+        k, v = f.encode(gaussian(12, 300, 1, dim)), value.encode(gaussian(13, 300, 1, dim))
+        q = gaussian(14, 2, 4, dim)
+        want = REFERENCE.attention64(q, k, v, key=f, value=value, scale=8.0)
+        got = backend.attention(q, k, v, key=f, value=value, scale=8.0)
         # The quantised query moves a score of 200 by up to 0.01, and the weights with it.
         assert nmse(got, want) < 1e-4, name
 

@@ -30,6 +30,7 @@ from kvproof.errors import Refused, RequestError
 from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_of
 from kvproof.formats.base import cuts_below
+from kvproof.formats.polar import CENTROIDS, CUTS, RESIDUAL_SIGNS
 from kvproof.formats.row import STARTS, TRIES
 from kvproof.formats.tcq import CODES, UNIT_CUTS, UNITS
 from kvproof.machine import cpu_model, usable_cpus
@@ -42,12 +43,25 @@ except ModuleNotFoundError as missing:
         "`make setup` or install a wheel"
     ) from missing
 
+_VARIANTS = ("tbq3_tcq", "qjl1_256")  # with a codebook or projection of their own
+
 
 def _hand_over_constants() -> None:
     """Give the native kernels the codebooks and sign vectors, which exist only in Python."""
+    s32, *s128 = (
+        rotation.signs_from_hex(h) for h in (rotation.S32_HEX, rotation.W1_HEX, rotation.W2_HEX)
+    )
+    head = np.array(rotation.head_signs(_kernels.MAX_DIM))
+    _kernels.set_signs(s32, head, np.stack(s128), RESIDUAL_SIGNS)
     for name in _kernels.FORMATS:
+        if name in _VARIANTS:
+            continue
         f = format_of(name)
-        if f.codebook is not None:
+        if name in ("q4_polar", "q4_polar_res"):
+            # The native rule is cut < z, these formats have cut <= z.
+            cuts = [float(c) for c in np.nextafter(CUTS, np.float32(-np.inf))]
+            _kernels.set_book(name, [float(c) for c in CENTROIDS], cuts, 0.0, [])
+        elif f.codebook is not None:
             cuts = [float(c) for c in cuts_below(f.codebook)]
             tries = [float(t) for t in TRIES]
             start = float(CODES[name].start if name in CODES else STARTS.get(name, 0))
@@ -57,11 +71,25 @@ def _hand_over_constants() -> None:
     _kernels.set_units(UNITS, UNIT_CUTS)
     for name, code in CODES.items():
         _kernels.set_trellis(name, code.states, code.taps0, code.taps1, list(code.offsets))
-    s32 = rotation.signs_from_hex(rotation.S32_HEX)
-    _kernels.set_signs(s32, np.array(rotation.head_signs(_kernels.MAX_DIM)))
 
 
 _hand_over_constants()
+
+
+_handed_over: set[str] = set()
+
+
+def _handle(f: Format) -> str:
+    """What the kernels know a format by: its identity, its table having been handed over."""
+    if f.name not in _VARIANTS:
+        return f.name
+    identity = f.identity
+    if identity not in _handed_over:
+        table = f.spin.table if isinstance(f.spin, rotation.Projection) else f.codebook
+        _kernels.add_variant(f.name, identity, np.ascontiguousarray(table, np.float32))
+        _handed_over.add(identity)
+    return identity
+
 
 MAX_THREADS = 1024
 
@@ -131,8 +159,9 @@ class CpuBackend:
         if not sides:
             return f"{f.name}: not a format of cached rows"
         reason = f.refuses(head_dim, sides[0])
-        if reason is None and head_dim > _kernels.MAX_DIM:
-            return f"{f.name}: head_dim {head_dim} is above {_kernels.MAX_DIM}, the widest CPU row"
+        if reason is None and f.stored_values(head_dim) > _kernels.MAX_DIM:
+            widest = _kernels.MAX_DIM * head_dim // f.stored_values(head_dim)
+            return f"{f.name}: head_dim {head_dim} is above {widest}, the widest CPU row"
         return reason
 
     def kernel(self, op: str, fmt: str | Format, head_dim: int) -> str:
@@ -177,7 +206,7 @@ class CpuBackend:
         width = f.row_bytes(n)
         result = _output(out, (*values.shape[:-1], width), np.uint8, f"{f.name}: encode")
         bad, saturated, flushed = _kernels.encode(
-            self.isa, default_threads(), f.name, rows, row_scale, result.reshape(-1, width)
+            self.isa, default_threads(), _handle(f), rows, row_scale, result.reshape(-1, width)
         )
         if bad >= 0:
             raise RequestError(f"{f.name}: row {bad}: non-finite input")
@@ -202,7 +231,7 @@ class CpuBackend:
         row_scale = _row_scales(f, scale, raw.shape[:-1])
         result = _output(out, (*raw.shape[:-1], n), np.float32, f"{f.name}: decode")
         bad = _kernels.decode(
-            self.isa, default_threads(), f.name, rows, n, row_scale, result.reshape(-1, n)
+            self.isa, default_threads(), _handle(f), rows, n, row_scale, result.reshape(-1, n)
         )
         if bad >= 0:
             raise RequestError(f"{f.name}: row {bad}: stored scale or element is not finite")
@@ -233,7 +262,7 @@ class CpuBackend:
         if result.size:
             bad = _kernels.scores(
                 self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
-                f.name, _head_scales(f, scale, keys.shape[1], "scale"), result,
+                _handle(f), _head_scales(f, scale, keys.shape[1], "scale"), result,
             )  # fmt: skip
             _refuse_bad_row(bad, f, "keys")
         return _like(q, result)
@@ -271,6 +300,10 @@ class CpuBackend:
         dim_v = fv.row_values(values.shape[-1])
         self._check("attention", fk, queries.shape[2])
         self._check("attention", fv, dim_v)
+        for f, head_dim, side in ((fk, queries.shape[2], "key"), (fv, dim_v, "value")):
+            reason = f.refuses(head_dim, side)
+            if reason:
+                raise RequestError(reason)
         n_q, n_kv = queries.shape[0], keys.shape[0]
         result = _output(out, (n_q, queries.shape[1], dim_v), np.float32, "attention")
         # NaN shows what a kernel does not write.
@@ -285,7 +318,7 @@ class CpuBackend:
             first, end = spans(n_q, n_kv, causal, window, position)
             side, bad = _kernels.attention(
                 self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
-                _last_contiguous(values), fk.name, fv.name, dim_v, first, end,
+                _last_contiguous(values), _handle(fk), _handle(fv), dim_v, first, end,
                 queries.shape[2] ** -0.5 if scale is None else float(scale),
                 _head_scales(fk, k_scale, keys.shape[1], "k_scale"),
                 _head_scales(fv, v_scale, keys.shape[1], "v_scale"),
