@@ -1,8 +1,10 @@
 """Formats of groups of 128: public fixtures to the byte, published scores, each one's promises."""
 
+import importlib.util
 import json
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from kvproof import formats
 from kvproof.errors import RequestError
 from kvproof.fixtures import fixture_normals
-from kvproof.formats import polar, qjl
+from kvproof.formats import polar, qjl, trellis512
 from kvproof.rotation import projection
 
 FIXTURES = Path(__file__).parents[3] / "shared" / "fixtures"
@@ -92,6 +94,35 @@ def test_public_fused_fixture() -> None:
         rows = value.decode(v_blocks).astype(np.float64).repeat(group, axis=0)
         out = np.einsum("ht,htd->hd", weights, rows)
         assert nmse(out, np.array(case["expected_out"]).reshape(heads, 128)) < PRINTED
+
+
+@lru_cache(maxsize=1)
+def public_trellis() -> formats.Format:
+    document = fixture("tbq3_tcq_codebook")
+    f = formats.tbq3_tcq(document["values"])
+    assert f.codebook_digest == document["sha256_f32_le"]
+    return f
+
+
+def test_public_trellis_fixture() -> None:
+    document = fixture("turbo3_tcq")
+    f = public_trellis()
+    stored = np.array(document["k_blocks"], np.uint8).reshape(8, 52)
+    q, keys = drawn("turbo3_tcq")
+    np.testing.assert_array_equal(f.encode(keys), stored)
+    # The printed scores use the query as given, so they test decoding and not truth.
+    want = np.array(document["expected_scores"])
+    assert nmse(f.decode_rotated(stored) @ np.array(document["q"]), want) < PRINTED
+    np.testing.assert_allclose(q, document["q"], rtol=5e-6)
+
+
+def test_published_trellis_self_test() -> None:
+    pair = fixture_normals(256)
+    q, x = pair[0::2], pair[1::2]
+    f = public_trellis()
+    stored = f.decode_rotated(f.encode(x))
+    assert q @ stored == pytest.approx(-4.822659, abs=3e-6)
+    assert f.rotate(q) @ stored == pytest.approx(0.363133, abs=3e-6)
 
 
 def test_published_self_test_scores() -> None:
@@ -211,3 +242,143 @@ def test_integer_scores_stay_within_their_bound(head_dim: int) -> None:
     bound = step[:, None] / 2 * norms[None]
     assert (off <= bound * (1 + 1e-6)).all()
     assert off.max() > 0.05 * bound.max() and not off[7].any()
+
+
+# ---- tbq3_tcq ------------------------------------------------------------------------------------
+
+
+def best_by_enumeration(y: np.ndarray, book: np.ndarray) -> float:
+    """Least squared distance over all 512 * 8^(n-1) paths, in float32 as the encoder adds it."""
+    states = np.arange(512)
+    cost = np.square(y[0] - book)
+    for value in y[1:]:
+        states = (states[:, None] >> 3 | np.arange(8) << 6).reshape(-1)
+        cost = cost.repeat(8) + np.square(value - book[states])
+    return float(cost.min())
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_viterbi_finds_the_best_of_all_paths(n: int) -> None:
+    rng = np.random.default_rng(n)
+    book = np.asarray(formats.get("tbq3_tcq").codebook, np.float32)
+    y = rng.standard_normal((20, n)).astype(np.float32) / np.float32(np.sqrt(128))
+    states = trellis512.viterbi(y, book)
+    assert (states[:, 1:] & 63 == states[:, :-1] >> 3).all()
+    for row, path in zip(y, states, strict=True):
+        cost = np.float32(0)
+        for term in np.square(row - book[path]):
+            cost += term
+        assert float(cost) == best_by_enumeration(row, book)
+
+
+def test_viterbi_ties_go_to_the_lowest() -> None:
+    y = np.zeros((2, 6), np.float32)
+    flat = np.full(512, 0.5, np.float32)
+    np.testing.assert_array_equal(trellis512.viterbi(y, flat), 0)
+    twin = np.linspace(-1, 1, 512, dtype=np.float32)
+    twin[8 * 52 + 6] = twin[8 * 52 + 5]  # as the public codebook has it
+    y[:] = twin[8 * 52 + 5]
+    first = trellis512.viterbi(y[:, :1], twin)
+    assert first[0, 0] == 8 * 52 + 5
+
+
+def test_viterbi_beats_the_greedy_path() -> None:
+    f = formats.get("tbq3_tcq")
+    book = np.asarray(f.codebook, np.float32)
+    y = np.random.default_rng(8).standard_normal((64, 128)).astype(np.float32)
+    y /= np.sqrt(np.square(y).sum(axis=-1, keepdims=True))
+    best = np.square(y - book[trellis512.viterbi(y, book)]).sum(axis=-1)
+    greedy, state = np.zeros(64), np.full(64, -1)
+    for t in range(128):
+        nearby = np.arange(512)[None].repeat(64, axis=0) if t == 0 else (
+            state[:, None] >> 3 | np.arange(8) << 6
+        )  # fmt: skip
+        away = np.square(y[:, t : t + 1] - book[nearby])
+        pick = away.argmin(axis=-1)
+        state, greedy = nearby[np.arange(64), pick], greedy + away.min(axis=-1)
+    assert (best < greedy).all()
+
+
+def test_trellis_blocks_mean_what_the_layout_says() -> None:
+    f = formats.get("tbq3_tcq")
+    x = np.random.default_rng(9).standard_normal((40, 256)).astype(np.float32)
+    packed = f.encode(x).reshape(-1, 52)
+    states = trellis512.path_states(packed)
+    assert (states[:, 1:] & 63 == states[:, :-1] >> 3).all()
+    assert not packed[:, 51].any() and not (packed[:, 50] >> 6).any()
+    stream = np.unpackbits(packed[:, 2:], axis=-1, bitorder="little").astype(int)
+    symbol_100 = stream[:, 6 + 300] + 2 * stream[:, 7 + 300] + 4 * stream[:, 8 + 300]
+    np.testing.assert_array_equal(symbol_100, states[:, 100] >> 6)
+    np.testing.assert_array_equal(states[:, 0] & 63, stream[:, :6] @ (1 << np.arange(6)))
+    # The stored norm makes the decoded row as long as the row was, up to its fp16.
+    long = np.linalg.norm(f.decode(packed.reshape(40, -1)).reshape(-1, 128), axis=-1)
+    np.testing.assert_allclose(long, np.linalg.norm(x.reshape(-1, 128), axis=-1), rtol=5e-4)
+
+
+def test_shipped_codebook() -> None:
+    f = formats.get("tbq3_tcq")
+    # Rows in use were written with it: another one is another format.
+    assert f.codebook_digest is not None and f.codebook_digest[:16] == "996eca945503571b"
+    assert f.identity == "tbq3_tcq:996eca945503571b"
+    groups = np.asarray(f.codebook).reshape(64, 8)
+    assert (np.diff(groups, axis=1) >= 0).all() and np.unique(groups).size > 500
+    other = formats.tbq3_tcq(-np.asarray(f.codebook))
+    assert other.identity != f.identity and other.name == f.name
+    assert formats.tbq3_tcq(f.codebook) is f
+    for wrong in (np.ones(511), np.full(512, np.nan), np.zeros(512), ["x"] * 512):
+        with pytest.raises(RequestError, match="tbq3_tcq: a codebook"):
+            formats.tbq3_tcq(wrong)
+
+
+def test_shipped_codebook_is_where_training_stops() -> None:
+    tool = load_tool("train_tbq3_tcq")
+    book = np.asarray(formats.get("tbq3_tcq").codebook, np.float32)
+    y = tool.rows(2048, 77)
+    moved = tool.improved(book, y) - book
+    count = np.bincount(trellis512.viterbi(y, book).reshape(-1), minlength=512)
+    # One more pass moves an entry no further than the noise of so few values explains.
+    spread = 0.15 / np.sqrt(128) / np.sqrt(np.maximum(count, 1))
+    assert np.sqrt(np.mean(np.square(moved / spread))) < 1.5
+    # And passes do move one that is not there yet.
+    early = tool.train(tool.SEED, ((2, 256),))
+    np.testing.assert_array_equal(early, tool.train(tool.SEED, ((2, 256),)))
+    assert tool.error(book) < 0.0205 < tool.error(early) < tool.error(tool.start(tool.SEED))
+
+
+def load_tool(name: str) -> ModuleType:
+    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_trellis_error_on_gaussian_rows_beats_the_published_codebook() -> None:
+    x = np.random.default_rng(10).standard_normal((2048, 128)).astype(np.float32)
+    ours = formats.get("tbq3_tcq")
+    error = nmse(ours.decode(ours.encode(x)), x)
+    assert 4**-3.25 < error < 0.0205
+    public = public_trellis()
+    assert error < nmse(public.decode(public.encode(x)), x) == pytest.approx(0.0217, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["tbq3_tcq", "q4_polar", "q4_polar_res", "qjl1_256"])
+def test_groups_are_independent_and_zero_scales_decode_to_zero(name: str) -> None:
+    f = formats.get(name)
+    x = np.random.default_rng(11).standard_normal((5, 512)).astype(np.float32)
+    x[2, 128:256] = 0
+    packed = f.encode(x)
+    np.testing.assert_array_equal(packed.reshape(20, -1), f.encode(x.reshape(20, 128)))
+    decoded = f.decode(packed)
+    assert not decoded[2, 128:256].any() and not np.signbit(decoded[2, 128:256]).any()
+    blocks = packed.reshape(20, -1).copy()
+    assert not blocks[9].any()
+    at = 32 if name == "qjl1_256" else 0
+    for zero in (0x0000, 0x8000):  # codes are read by nobody then
+        blocks[3, at : at + 2] = np.array([zero], "<u2").view(np.uint8)
+        out = f.decode(blocks)
+        assert not out[3].any() and not np.signbit(out[3]).any() and out[4].any()
+    for width in (64, 96, 192, 576):
+        reason = f"{name}: head_dim {width} is not a multiple of 128"
+        assert f.refuses(width, "key") == reason

@@ -266,6 +266,8 @@ def _whole(number: object) -> bool:
 
 
 def source_digest() -> str:
-    """SHA-256 over the sources that define the numbers: rotations and formats."""
-    files = [Path(inspect.getfile(rotation)), *sorted(Path(formats.__file__).parent.glob("*.py"))]
+    """SHA-256 over the sources that define the numbers: rotations, formats, their codebooks."""
+    folder = Path(formats.__file__).parent
+    sources = sorted([*folder.glob("*.py"), *folder.glob("*.txt")])
+    files = [Path(inspect.getfile(rotation)), *sources]
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()

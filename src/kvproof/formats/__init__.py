@@ -19,6 +19,7 @@ from kvproof.formats.qjl import QJL1_256, qjl1_256
 from kvproof.formats.row import TQ2, TQ3, TQ4, TQ5, TQ8
 from kvproof.formats.stock import BF16, F16, FP8_E4M3, Q4_0, Q4_0_ROT, Q8_0
 from kvproof.formats.tcq import TCQ2, TCQ2_64, TCQ3, TCQ3_64, TCQ4, TCQ4_64
+from kvproof.formats.trellis512 import TBQ3_TCQ, tbq3_tcq
 from kvproof.formats.turbo import TBQ3_0, TBQ4_0
 
 _ROWS: dict[str, Format] = {
@@ -39,6 +40,7 @@ _ROWS: dict[str, Format] = {
         TCQ4,
         TCQ4_64,
         TBQ3_0,
+        TBQ3_TCQ,
         TQ3,
         TCQ3,
         TCQ3_64,
@@ -78,4 +80,4 @@ class _CallableModule(ModuleType):
 
 sys.modules[__name__].__class__ = _CallableModule
 
-__all__ = ["Counters", "Format", "all_formats", "get", "qjl1_256"]
+__all__ = ["Counters", "Format", "all_formats", "get", "qjl1_256", "tbq3_tcq"]
