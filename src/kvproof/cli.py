@@ -70,6 +70,14 @@ ValueType = Annotated[
     str | None, typer.Option("--cache-type-v", help="Format of the cached values; default f16.")
 ]
 BackendName = Annotated[str, typer.Option("--backend", help="cpu or reference.")]
+ConditionerFile = Annotated[
+    Path | None,
+    typer.Option("--conditioner", help="What `kvproof calibrate` wrote: condition the keys."),
+]
+Sinks = Annotated[
+    int | None,
+    typer.Option("--sinks", min=0, help="First tokens kept in f16; 4 with a conditioner, else 0."),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads; default: every core allowed.")
 ]
@@ -830,8 +838,94 @@ def _print_decision(result: Any) -> None:
         _say(f"{engine}: {flag}")
 
 
+@app.command()
+def calibrate(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write (.npz).")],
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", help="Calibration text (UTF-8 file); default: Python's docstrings."),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=64, max=1 << 20, help="Tokens of the text to read.")
+    ] = 2048,
+    kind: Annotated[
+        str, typer.Option("--kind", help="Kind of mean: rope, previous or static.")
+    ] = "rope",
+    page: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that share a mean (docs/quality.md).")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Learn means and scales of a model's keys from a text: better keys at no cost in bytes."""
+    from kvproof.conditioner import KINDS, PAGE, Conditioner
+    from kvproof.lanes.conditioning import TEXT_NAME, calibrate_model
+
+    if kind not in KINDS:
+        raise RequestError(f"--kind {kind!r}: none of {', '.join(KINDS)}")
+    words = _text(text)
+    Conditioner.check_target(out)
+    _need_engine()
+    path = _resolve(model)
+    with _progress() as tell:
+        made = calibrate_model(
+            path,
+            text=words.get("text"),
+            tokens=tokens,
+            kind=kind,
+            page=PAGE if page is None else page,
+            progress=tell,
+        )
+        made.save(out)
+    document = {"path": str(out), "text": words.get("text_name", TEXT_NAME)}
+    document |= _about_conditioner(made)
+    if json_:
+        _print_json(document)
+        return
+    _say(
+        f"{out}: {made.kind} means, pages of {made.page} tokens, {len(made.layers)} layers, from "
+        f"{made.tokens:,} tokens of {document['text']}\ndigest {made.digest[:12]}; use it with "
+        f"--conditioner {out} (kvproof quality, kvproof run) or "
+        f'kvproof.transformers_cache(model, ..., conditioner="{out}", sinks=4)'
+    )
+
+
+def _about_conditioner(made: Any) -> dict[str, Any]:
+    """What JSON documents say about a conditioner."""
+    return {
+        "kind": made.kind,
+        "page": made.page,
+        "tokens": made.tokens,
+        "layers": len(made.layers),
+        "model_sha256": made.origin.model_sha256,
+        "text_sha256": made.origin.text_sha256,
+        "made_by": made.origin.made_by,
+        "digest": made.digest,
+    }
+
+
+def _treatment(file: Path | None, sinks: int | None, path: Path) -> tuple[Any, int] | None:
+    """(conditioner, sinks) of --conditioner and --sinks for the model at `path`, None without
+    either."""
+    from kvproof.conditioner import SINKS, Conditioner
+    from kvproof.geometry import geometry
+    from kvproof.lanes.kv import model_digest
+
+    if file is None:
+        return (None, sinks) if sinks else None
+    made = Conditioner.load(file, geometry(path), model_digest(path))
+    return made, SINKS if sinks is None else sinks
+
+
 def _measure(
-    kind: str, model: str, rules: Any, out: Path | None, text: Path | None, json_: bool
+    kind: str,
+    model: str,
+    rules: Any,
+    out: Path | None,
+    text: Path | None,
+    json_: bool,
+    conditioner: Path | None = None,
+    sinks: int | None = None,
 ) -> None:
     """`bench` and `quality`: one measurement of decide, without its decision."""
     from kvproof.decision import BASELINE
@@ -840,29 +934,70 @@ def _measure(
     words = _text(text)
     _need_engine()
     path = _resolve(model)
+    treatment = _treatment(conditioner, sinks, path)
     store = _store(_out(out, model))
     with _progress() as tell:
         result = decide_model(
-            path, rules, store, name=model, progress=tell, measures=(kind,), **words
+            path,
+            rules,
+            store,
+            name=model,
+            progress=tell,
+            measures=(kind,),
+            treatment=treatment,
+            **words,
         )
     # The folder may hold more of earlier runs than was asked for now.
     pairs = {c.name for c in (*rules.pairs(), BASELINE)}
     records = [
         e
         for e in result.evidence
-        if e.subject["kind"] in (kind, "gate", "candidate")
+        if e.subject["kind"] in (kind, "gate", "candidate", "treatment")
         and f"{e.subject.get('key')}/{e.subject.get('value')}" in pairs
         and (kind != "speed" or e.subject.get("depth") in (None, *rules.depths))
     ]
+    document: dict[str, Any] = {"results": [e.document() | {"id": e.id} for e in records]}
+    notes = []
+    if treatment is not None and treatment[0] is not None:
+        from kvproof.lanes.conditioning import same_text
+
+        document["conditioner"] = _about_conditioner(treatment[0])
+        if same_text(treatment[0], words.get("text")):
+            notes.append(
+                "the conditioner was calibrated on the very text that is measured here: its "
+                "figures are better than on any other; give another text (--text FILE)"
+            )
+    if treatment is not None:
+        document |= {"sinks": treatment[1], "notes": notes}
     if json_:
-        _print_json({"results": [e.document() | {"id": e.id} for e in records]})
+        _print_json(document)
     else:
         _print_measured(kind, [e for e in records if e.subject["kind"] == kind])
+        for e in records:
+            if e.subject["kind"] == "treatment" and e.outcome == "PASSED":
+                m = e.metrics
+                _say(
+                    f"{e.subject['key']}/{e.subject['value']}: with {_treated(e.subject)} the KLD "
+                    f"is {m['ratio']:.3f} [{m['ratio_low']:.3f}, {m['ratio_high']:.3f}] of what it "
+                    "is without"
+                )
+        for note in notes:
+            _say(note)
         for e in records:
             if e.outcome != "PASSED":
                 pair = f"{e.subject.get('key')}/{e.subject.get('value')}"
                 _say(f"{e.outcome}: {e.subject['kind']} {pair}: {e.reason}")
     _exit_for(records)
+
+
+def _treated(subject: Mapping[str, Any]) -> str:
+    """The treatment of a record in words, "" for none."""
+    parts = []
+    if subject.get("conditioner"):
+        parts.append(f"{subject['means']} means ({subject['page']})")
+    if subject.get("sinks"):
+        parts.append(f"{subject['sinks']} sinks")
+    return ", ".join(parts)
 
 
 def _print_measured(kind: str, records: Sequence[Evidence]) -> None:
@@ -875,6 +1010,8 @@ def _print_measured(kind: str, records: Sequence[Evidence]) -> None:
     for e in records:
         s, m = e.subject, e.metrics
         pair = f"{s['key']}/{s['value']}"
+        if _treated(s):
+            pair += f" with {_treated(s)}"
         if e.outcome != "PASSED":
             continue
         if kind == "quality":
@@ -914,13 +1051,19 @@ def quality(
     model: Model,
     key: Annotated[str | None, typer.Option("--cache-type-k", help="Key format.")] = None,
     value: Annotated[str | None, typer.Option("--cache-type-v", help="Value format.")] = None,
+    conditioner: ConditionerFile = None,
+    sinks: Sinks = None,
     text: Text = None,
     policy: PolicyFile = None,
     out: OutDir = None,
     json_: Json = False,
 ) -> None:
-    """KLD, same top token and change of loss against the f16 cache, with intervals."""
-    _measure("quality", model, _policy(policy, candidates=_pair(key, value)), out, text, json_)
+    """KLD, same top token and change of loss against the f16 cache, with intervals.
+
+    With --conditioner or --sinks every pair is measured with and without them, on the same tokens.
+    """
+    rules = _policy(policy, candidates=_pair(key, value))
+    _measure("quality", model, rules, out, text, json_, conditioner, sinks)
 
 
 @app.command()
@@ -1063,6 +1206,8 @@ def run(
         Path | None,
         typer.Option(help="decision.json, or its folder: use what was chosen there."),
     ] = None,
+    conditioner: ConditionerFile = None,
+    sinks: Sinks = None,
     backend: BackendName = "cpu",
     strict: Annotated[
         bool, typer.Option("--strict", help="Anything other than as requested is an error.")
@@ -1071,7 +1216,9 @@ def run(
 ) -> None:
     """Continue a text, greedily, with the cache held in the named formats."""
     from kvproof import backends, report
+    from kvproof.decision import Candidate
     from kvproof.formats import get
+    from kvproof.lanes.kv import Treated
 
     decided: dict[str, Any] | None = None
     if decision is None:
@@ -1086,6 +1233,7 @@ def run(
     backends.get(backend)
     _need_engine()
     path = _resolve(model)
+    made, kept = _treatment(conditioner, sinks, path) or (None, 0)
     notes = _differences(decided, path, backend) if decided else []
     if notes:
         text = f"{'; '.join(notes)}; run `kvproof decide` on this model here"
@@ -1097,7 +1245,9 @@ def run(
     with _progress() as tell:
         tell("loading the model")
         engine = load(path)
-        cache = engine.new_cache(key=key, value=value, backend=backend)
+        cache = engine.new_cache(
+            key=key, value=value, backend=backend, conditioner=made, sinks=kept
+        )
         ids = engine.tokenizer.encode(prompt)
     if not ids:
         raise RequestError("--prompt is empty and the model has no start token; write some text")
@@ -1133,6 +1283,8 @@ def run(
             "effective": effective,
             "bytes": cache.kv.nbytes,
             "kernels": [dict(k) for k in cache.kv.witness()],
+            "conditioner": None if made is None else _about_conditioner(made),
+            "sinks": kept,
         },
         "tokens_per_second": speed,
     }
@@ -1140,9 +1292,11 @@ def run(
         _print_json(document)
         return
     rate = f", {speed:.1f} tokens/s after the first" if speed else ""
+    treated = _treated(Treated.of(Candidate(key, value), made, kept).subject())
     _say(
         f"\n[{len(produced)} tokens{rate}; cache keys {effective['key']}, values "
-        f"{effective['value']}, {_mib(cache.kv.nbytes)} MiB]",
+        f"{effective['value']}, {f'{treated}, ' if treated else ''}"
+        f"{_mib(cache.kv.nbytes)} MiB]",
         err=True,
     )
 

@@ -25,7 +25,7 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,22 +129,26 @@ def as_half(x: NDArray[Any]) -> NDArray[np.float32]:
     return half.astype(np.float32)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a conditioner was made from and by; empty where that is not known."""
+
+    model_sha256: str = ""
+    text_sha256: str = ""
+    made_by: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class Conditioner:
     """What is done to the keys of a model: kind of mean, tokens of a page, and every layer that
-    owns a cache.
-
-    `model_sha256` and `text_sha256` name what it was made from, `tokens` how many of them; they are
-    empty and 0 where nothing was calibrated.
+    owns a cache. `tokens` of a text were read for it; 0: nothing was calibrated.
     """
 
     kind: str
     page: int
     layers: Mapping[int, LayerCondition] = field(repr=False)
-    model_sha256: str = ""
-    text_sha256: str = ""
+    origin: Origin = Origin()
     tokens: int = 0
-    made_by: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -194,18 +198,9 @@ class Conditioner:
         return digest.hexdigest()
 
     def save(self, path: str | Path) -> None:
-        """Write it to one file, whole or not at all. RequestError if `path` holds anything else."""
+        """Write it to one file, whole or not at all. RequestError as `check_target` raises it."""
         path = Path(path)
-        if path.exists():
-            try:
-                type(self).load(path)
-            except RequestError as error:
-                raise RequestError(
-                    f"{path}: exists and is no conditioner, so it is not overwritten; name another "
-                    "file"
-                ) from error
-        if not path.parent.is_dir():
-            raise RequestError(f"{path}: the folder {path.parent} does not exist")
+        self.check_target(path)
         members = {"about.json": json.dumps(self._about(), sort_keys=True).encode()}
         for index in sorted(self.layers):
             for name, array in self._arrays(index).items():
@@ -227,6 +222,20 @@ class Conditioner:
             raise RequestError(f"{path}: cannot be written ({error.strerror})") from error
         finally:
             Path(name).unlink(missing_ok=True)
+
+    @classmethod
+    def check_target(cls, path: Path) -> None:
+        """RequestError unless `path` is free or holds a conditioner that a new one may replace."""
+        if path.exists() or path.is_symlink():
+            try:
+                cls.load(path)
+            except RequestError as error:
+                raise RequestError(
+                    f"{path}: exists and is no conditioner, so it is not overwritten; name another "
+                    "file"
+                ) from error
+        if not path.parent.is_dir():
+            raise RequestError(f"{path}: the folder {path.parent} does not exist")
 
     @classmethod
     def load(
@@ -259,10 +268,11 @@ class Conditioner:
                 found.check(geometry)
             except RequestError as error:
                 raise RequestError(f"{path}: {error}") from None
-        if model_sha256 and found.model_sha256 and found.model_sha256 != model_sha256:
+        made_for = found.origin.model_sha256
+        if model_sha256 and made_for and made_for != model_sha256:
             raise RequestError(
                 f"{path}: the conditioner was made for another model (SHA-256 "
-                f"{found.model_sha256[:12]}, this one {model_sha256[:12]}); calibrate this model "
+                f"{made_for[:12]}, this one {model_sha256[:12]}); calibrate this model "
                 "(kvproof calibrate)"
             )
         return found
@@ -277,14 +287,16 @@ class Conditioner:
             )
         if version != FILE_VERSION:
             raise ValueError("version")
-        text = {name: about[name] for name in ("model_sha256", "text_sha256", "made_by")}
-        if not all(isinstance(x, str) for x in text.values()) or type(about["tokens"]) is not int:
-            raise ValueError("fields")
+        origin = Origin(**about["origin"])
+        if not all(isinstance(x, str) for x in asdict(origin).values()):
+            raise ValueError("origin")
+        if type(about["tokens"]) is not int or about["tokens"] < 0:
+            raise ValueError("tokens")
         layers = {}
         for index in about["layers"]:
             arrays = [_array(members[f"{index}.{name}.npy"]) for name in _ARRAYS]
             layers[int(index)] = LayerCondition(*arrays)
-        return cls(about["kind"], about["page"], layers, tokens=about["tokens"], **text)
+        return cls(about["kind"], about["page"], layers, origin, about["tokens"])
 
     def _about(self) -> dict[str, Any]:
         return {
@@ -292,10 +304,8 @@ class Conditioner:
             "kind": self.kind,
             "page": self.page,
             "layers": sorted(self.layers),
-            "model_sha256": self.model_sha256,
-            "text_sha256": self.text_sha256,
             "tokens": self.tokens,
-            "made_by": self.made_by,
+            "origin": asdict(self.origin),
         }
 
     def _arrays(self, index: int) -> dict[str, NDArray[Any]]:
@@ -363,9 +373,7 @@ class Calibration:
         page: int = PAGE,
         *,
         scaled: bool = True,
-        model_sha256: str = "",
-        text_sha256: str = "",
-        made_by: str = "",
+        origin: Origin | None = None,
     ) -> Conditioner:
         """Means of `kind`, and scales (all 1 unless `scaled`).
 
@@ -380,8 +388,7 @@ class Calibration:
                     "does not know; calibrate with --kind previous"
                 )
         layers = {i: layer.condition(kind, page, scaled) for i, layer in self._layers.items()}
-        about = {"model_sha256": model_sha256, "text_sha256": text_sha256, "made_by": made_by}
-        return Conditioner(kind, page, layers, tokens=self.tokens, **about)
+        return Conditioner(kind, page, layers, origin or Origin(), self.tokens)
 
 
 class _LayerStatistics:

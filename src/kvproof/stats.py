@@ -78,17 +78,43 @@ def paired_mean(x: Numbers, block: int = 32) -> Estimate:
     Circular block bootstrap: blocks of `block` neighbouring tokens, at most n / 8 of them so that
     at least 8 blocks are drawn. ValueError below 8 tokens, on non-finite figures, on block < 1.
     """
+    x64 = _observations("x", x, 8)
+    value = float(x64.mean())
+    low, high = _interval(_block_draws(x64, block))
+    return Estimate(value, min(low, value), max(high, value), len(x64))
+
+
+def _block_draws(x: npt.NDArray[np.float64], block: int) -> npt.NDArray[np.float64]:
+    """Means of resampled blocks; the draws are the same blocks for any figures of equal length."""
     if block < 1:
         raise ValueError(f"block {block}: expected at least 1 token")
-    x64 = _observations("x", x, 8)
-    n = len(x64)
+    n = len(x)
     length = min(block, n // 8)
     count = -(-n // length)
-    sums = np.concatenate([[0.0], np.cumsum(np.concatenate([x64, x64[: length - 1]]))])
+    sums = np.concatenate([[0.0], np.cumsum(np.concatenate([x, x[: length - 1]]))])
     starts = np.random.default_rng(_SEED).integers(0, n, (_RESAMPLES, count))
     draws = (sums[starts + length] - sums[starts]).sum(axis=1) / (count * length)
     # m blocks vary less than the law they come from by sqrt((m - 1) / m); widen by that factor.
-    value = float(x64.mean())
-    draws = value + (draws - draws.mean()) * np.sqrt(count / (count - 1))
-    low, high = _interval(draws)
-    return Estimate(value, min(low, value), max(high, value), n)
+    widened: npt.NDArray[np.float64]
+    widened = x.mean() + (draws - draws.mean()) * np.sqrt(count / (count - 1))
+    return widened
+
+
+def paired_ratio(a: Numbers, b: Numbers, block: int = 32) -> Estimate:
+    """Mean of a over mean of b with its interval; a and b are figures of the same tokens.
+
+    Circular block bootstrap as in `paired_mean`: both sides of a draw have the same tokens, so what
+    is hard for both does not widen the interval. ValueError on unequal lengths and where the mean
+    of b is not positive in every draw.
+    """
+    x, y = _observations("a", a, 8), _observations("b", b, 8)
+    if len(x) != len(y):
+        raise ValueError(
+            f"{len(x)} figures of a and {len(y)} of b: they must be of the same tokens"
+        )
+    both = np.stack([_block_draws(v, block) for v in (x, y)])
+    if y.mean() <= 0 or both[1].min() <= 0:
+        raise ValueError("the mean of b is not positive in every draw")
+    value = float(x.mean() / y.mean())
+    low, high = _interval(both[0] / both[1])
+    return Estimate(value, min(low, value), max(high, value), len(x))

@@ -20,6 +20,7 @@ from kvproof.conditioner import (
     Calibration,
     Conditioner,
     LayerCondition,
+    Origin,
     rope,
 )
 from kvproof.errors import RequestError
@@ -314,13 +315,18 @@ def test_the_mean_of_a_page_is_the_average_of_its_turns(page):
 
 def test_a_file_gives_back_what_was_saved(tmp_path):
     made = Conditioner(
-        "rope", 64, {0: layer_condition(), 3: layer_condition(3)}, "a" * 64, "b" * 64, 2048, "0.1"
+        "rope", 64, {0: layer_condition(), 3: layer_condition(3)}, Origin("a" * 64, "b" * 64), 2048
     )
     path = tmp_path / "c.npz"
     made.save(path)
     again = Conditioner.load(path)
     assert again.digest == made.digest
-    assert (again.kind, again.page, again.tokens, again.text_sha256) == ("rope", 64, 2048, "b" * 64)
+    assert (again.kind, again.page, again.tokens, again.origin.text_sha256) == (
+        "rope",
+        64,
+        2048,
+        "b" * 64,
+    )
     for index, layer in made.layers.items():
         for name in ("mean", "scale", "inv_freq"):
             np.testing.assert_array_equal(getattr(again.layers[index], name), getattr(layer, name))
@@ -424,7 +430,7 @@ def test_cut_or_flipped_files_are_refused(tmp_path):
 
 def test_a_conditioner_of_another_model_is_refused(tmp_path):
     path = tmp_path / "c.npz"
-    Conditioner("rope", 8, {0: layer_condition()}, tokens=9, model_sha256="a" * 64).save(path)
+    Conditioner("rope", 8, {0: layer_condition()}, Origin("a" * 64), 9).save(path)
     assert Conditioner.load(path, geometry({}), "a" * 64).page == 8
     with pytest.raises(RequestError, match="another model"):
         Conditioner.load(path, geometry({}), "c" * 64)

@@ -11,6 +11,7 @@ import pytest
 
 from kvproof import backends
 from kvproof.cache import KVCache
+from kvproof.conditioner import Conditioner
 from kvproof.decision import BASELINE, Candidate, Policy
 from kvproof.errors import Refused, RequestError
 from kvproof.evidence import Environment, Evidence, Outcome, Store
@@ -67,8 +68,8 @@ class Toy:
         self.out = rng.standard_normal((64, VOCAB), dtype=np.float32) * 0.1
         self.forwards = 0
 
-    def new_cache(self, key="f16", value="f16", backend="cpu"):
-        return ToyCache(KVCache(self.geometry, key=key, value=value, backend=backend))
+    def new_cache(self, key="f16", value="f16", backend="cpu", **options):
+        return ToyCache(KVCache(self.geometry, key=key, value=value, backend=backend, **options))
 
     def forward(self, ids, cache):
         self.forwards += 1
@@ -501,3 +502,36 @@ def test_a_model_folder_is_told_apart_by_its_files(tmp_path):
     assert kv.model_digest(tmp_path) == first
     (tmp_path / "model.safetensors").write_bytes(b"2")
     assert kv.model_digest(tmp_path) != first
+
+
+def test_a_treated_candidate_has_records_of_its_own_and_a_paired_effect():
+    model = Toy()
+    made = Conditioner.uncalibrated(model.geometry, 32)
+    treated = kv.Treated.of(TQ4, made, 4)
+    assert treated != TQ4 and treated.name == TQ4.name
+    records = measure(model, (TQ4, treated), stop_early=False)
+    windows = [e for e in records if e.subject["kind"] == "quality-window"]
+    assert len(windows) == 2 * len(WINDOWS)
+    marked = [e for e in windows if "sinks" in e.subject]
+    assert len(marked) == len(WINDOWS)
+    assert {e.subject["conditioner"] for e in marked} == {made.digest}
+    assert {e.subject["sinks"] for e in marked} == {4}
+    # Records of one are never taken for those of the other.
+    before = model.forwards
+    again = measure(model, (TQ4, treated), stop_early=False, done=windows)
+    assert model.forwards == before and len(again) == 2
+    other = kv.Treated.of(TQ4, None, 4)
+    assert len(measure(model, (other,), stop_early=False, done=windows)) == len(WINDOWS) + 1
+
+    effect = kv.treatment_effect(ABOUT, records, TQ4, treated)
+    assert effect.outcome is Outcome.PASSED and effect.subject["kind"] == "treatment"
+    m = effect.metrics
+    by_hand = [
+        np.mean([e.metrics["kld." + f"{i:03d}"] for e in some for i in range(POLICY.window // 32)])
+        for some in (marked, [e for e in windows if e not in marked])
+    ]
+    assert m["kld_treated"] == pytest.approx(by_hand[0])
+    assert m["ratio"] == pytest.approx(by_hand[0] / by_hand[1])
+    assert m["ratio_low"] <= m["ratio"] <= m["ratio_high"]
+    assert m["saved"] == pytest.approx(by_hand[1] - by_hand[0])
+    assert kv.treatment_effect(ABOUT, records, TQ4, other).outcome is Outcome.NOT_RUN

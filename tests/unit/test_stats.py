@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvproof.stats import Estimate, interleaved_ratio, paired_mean
+from kvproof.stats import Estimate, interleaved_ratio, paired_mean, paired_ratio
 
 
 def test_ratio_is_paired_so_a_slow_minute_cancels():
@@ -65,3 +65,32 @@ def test_constant_figures_have_a_point_interval():
 def test_bad_input_is_refused(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def test_paired_ratio_knows_what_both_sides_share():
+    rng = np.random.default_rng(0)
+    hard = rng.gamma(1.0, 1.0, 2000)  # some tokens are hard for both
+    b = hard * rng.uniform(0.9, 1.1, 2000)
+    a = 0.25 * hard * rng.uniform(0.9, 1.1, 2000)
+    e = paired_ratio(a, b)
+    assert e.n == 2000 and e.value == pytest.approx(a.mean() / b.mean())
+    assert 0.245 < e.low < e.value < e.high < 0.255
+    assert paired_ratio(b, b).low == paired_ratio(b, b).high == 1.0
+
+
+def test_paired_ratio_covers():
+    rng = np.random.default_rng(1)
+    inside = 0
+    for _ in range(200):
+        hard = rng.gamma(1.0, 1.0, 256)
+        e = paired_ratio(0.5 * hard * rng.gamma(4, 0.25, 256), hard, block=1)
+        inside += e.low <= 0.5 <= e.high
+    assert 178 <= inside <= 200
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [(np.ones(9), np.ones(8)), (np.ones(8), np.zeros(8)), (np.ones(3), np.ones(3))]
+)
+def test_paired_ratio_refuses_what_is_no_ratio(a, b):
+    with pytest.raises(ValueError, match=r"figures|positive|observations"):
+        paired_ratio(a, b)

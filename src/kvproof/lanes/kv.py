@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from kvproof.models import sha256_file
 if TYPE_CHECKING:
     from kvproof.backends import Backend
     from kvproof.cache import KVCache, LayerCache
+    from kvproof.conditioner import Conditioner
     from kvproof.geometry import Geometry
 
 Progress = Callable[[str], None]
@@ -44,6 +45,32 @@ CONTENDED = 0.15  # share of the processors that other programs may use before a
 ROUNDS_MORE = 3
 # Share of the time left after the gate that quality may use; speed gets the rest.
 QUALITY_SHARE = 0.6
+
+
+@dataclass(frozen=True, order=True)
+class Treated(Candidate):
+    """A candidate whose keys are conditioned, or whose first tokens are kept in f16, or both.
+
+    `digest` is that of the conditioner ("" without one): records of one are never taken for those
+    of another.
+    """
+
+    sinks: int = 0
+    digest: str = ""
+    conditioner: Conditioner | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, pair: Candidate, conditioner: Conditioner | None, sinks: int) -> Treated:
+        """`pair` with a conditioner and so many sinks."""
+        digest = conditioner.digest if conditioner else ""
+        return cls(pair.key, pair.value, sinks, digest, conditioner)
+
+    def subject(self) -> Subject:
+        """What it adds to the subject of a record."""
+        subject: dict[str, str | int | float] = {"sinks": self.sinks, "conditioner": self.digest}
+        if self.conditioner:
+            subject |= {"means": self.conditioner.kind, "page": self.conditioner.page}
+        return subject
 
 
 @dataclass(frozen=True)
@@ -66,6 +93,7 @@ class About:
             "model_name": self.model_name,
             "key": pair.key,
             "value": pair.value,
+            **(pair.subject() if isinstance(pair, Treated) else {}),
             **more,
         }
 
@@ -191,8 +219,11 @@ class Compared:
     nll: NDArray[np.float64]  # nats, of the f16 cache
 
 
-def _cache(model: Any, pair: Candidate, backend: str) -> Any:
-    return model.new_cache(key=pair.key, value=pair.value, backend=backend)
+def _cache(model: Any, pair: Candidate, backend: str, first_position: int = 0) -> Any:
+    options: dict[str, Any] = {"first_position": first_position} if first_position else {}
+    if isinstance(pair, Treated):
+        options |= {"conditioner": pair.conditioner, "sinks": pair.sinks}
+    return model.new_cache(key=pair.key, value=pair.value, backend=backend, **options)
 
 
 def compare_window(
@@ -204,6 +235,7 @@ def compare_window(
     chunk: int,
     floor: bool,
     deadline: float = math.inf,
+    first_position: int = 0,
 ) -> tuple[dict[Candidate, Compared | str], Compared | None]:
     """Feed `ids[:-1]` chunk by chunk to the f16 cache and to all candidates, side by side.
 
@@ -212,14 +244,15 @@ def compare_window(
     is the noise floor of the engine. A candidate whose logits are not finite gets that as a
     sentence in place of its figures; for the baseline it is Refused. Where the pace so far would
     overrun `deadline` (time.monotonic()), the last candidates of the list are given up: no figures.
+    All caches begin at `first_position` of a text.
     """
     import torch
 
     inputs, targets = list(ids[:-1]), torch.tensor(ids[1:])
     n = len(inputs)
-    base_cache = _cache(model, BASELINE, backend)
-    caches = {pair: _cache(model, pair, backend) for pair in pairs}
-    floor_cache = _cache(model, BASELINE, backend) if floor else None
+    base_cache = _cache(model, BASELINE, backend, first_position)
+    caches = {pair: _cache(model, pair, backend, first_position) for pair in pairs}
+    floor_cache = _cache(model, BASELINE, backend, first_position) if floor else None
     rows: dict[Candidate, list[NDArray[np.float64]]] = {pair: [] for pair in pairs}
     noise: list[NDArray[np.float64]] = []
     broken: dict[Candidate, str] = {}
@@ -339,9 +372,9 @@ def measure_quality(
     hashes = [_hash(w) for w in windows]
     held: dict[Candidate, dict[str, Evidence]] = {p: {} for p in pairs}
     for e in done:
-        pair = _pair_of(e)
-        if pair in held and _is_window(e, about, policy):
-            held[pair][str(e.subject["tokens_sha256"])] = e
+        known = next((p for p in pairs if _is_of(e, p)), None)
+        if known is not None and _is_window(e, about, policy):
+            held[known][str(e.subject["tokens_sha256"])] = e
     order = {h: i for i, h in enumerate(hashes)}
     live = list(pairs)
     arm_seconds = 0.0
@@ -391,6 +424,15 @@ def measure_quality(
 
 def _pair_of(e: Evidence) -> Candidate:
     return Candidate(str(e.subject.get("key", "")), str(e.subject.get("value", "")))
+
+
+def _is_of(e: Evidence, pair: Candidate) -> bool:
+    """Whether a record is about this candidate, treated the same way."""
+    treated = (pair.sinks, pair.digest) if isinstance(pair, Treated) else (None, None)
+    return (
+        _pair_of(e) == Candidate(pair.key, pair.value)
+        and (e.subject.get("sinks"), e.subject.get("conditioner")) == treated
+    )
 
 
 def _is_window(e: Evidence, about: About, policy: Policy) -> bool:
@@ -464,9 +506,54 @@ def _quantile(histogram: Mapping[int, float], q: float) -> float:
 
 def _pooled(windows: Sequence[Evidence], name: str) -> stats.Estimate:
     """Mean over all blocks of all windows; whole blocks are resampled."""
-    values = [e.metrics[k] for e in windows for k in sorted(e.metrics) if k.startswith(name + ".")]
+    values = np.concatenate([_blocks(e, name) for e in windows])
     estimate = stats.paired_mean(values, block=1)
     return replace(estimate, n=BLOCK * estimate.n)
+
+
+def treatment_effect(
+    about: About, records: Sequence[Evidence], plain: Candidate, treated: Treated
+) -> Evidence:
+    """A "treatment" record: the KLD of a treated candidate over that of the plain one, paired on
+    the blocks of the windows that both have, and how many nats per token it saves.
+
+    NOT_RUN without such a window.
+    """
+    by_window: list[dict[str, Evidence]] = []
+    for pair in (plain, treated):
+        by_window.append(
+            {
+                str(e.subject["tokens_sha256"]): e
+                for e in records
+                if e.subject["kind"] == "quality-window"
+                and _is_of(e, pair)
+                and e.outcome is Outcome.PASSED
+            }
+        )
+    both = [(by_window[0][h], by_window[1][h]) for h in by_window[0] if h in by_window[1]]
+    subject = about.subject("treatment", treated, windows=len(both))
+    if not both:
+        return about.not_run(subject, "no window was measured both with and without the treatment")
+    before, after = (np.concatenate([_blocks(pair[i], "kld") for pair in both]) for i in (0, 1))
+    ratio = stats.paired_ratio(after, before, block=1)
+    saved = stats.paired_mean(before - after, block=1)
+    metrics = {
+        "kld_plain": float(before.mean()),
+        "kld_treated": float(after.mean()),
+        "ratio": ratio.value,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+        "saved": saved.value,
+        "saved_low": saved.low,
+        "saved_high": saved.high,
+        "tokens": BLOCK * len(before),
+    }
+    return about.record(subject, Outcome.PASSED, metrics, started=both[0][1].started)
+
+
+def _blocks(e: Evidence, name: str) -> NDArray[np.float64]:
+    """Block means of one figure of a window."""
+    return np.array([e.metrics[k] for k in sorted(e.metrics) if k.startswith(name + ".")])
 
 
 def _ordered(held: Mapping[str, Evidence], order: Mapping[str, int]) -> list[Evidence]:
@@ -973,6 +1060,7 @@ def decide_model(
     text_name: str = "Python's own documentation (pydoc_data.topics)",
     measures: Collection[str] = ("quality", "speed"),
     budget_seconds: float | None = None,
+    treatment: tuple[Conditioner | None, int] | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Measure what the policy asks for and decide.
@@ -980,8 +1068,9 @@ def decide_model(
     Every finished measurement is in `store` at once and a second call measures only what is
     missing. With a budget the order is gate, bytes, quality of the most promising pairs, their
     speed; what does not fit is recorded as NOT_RUN. With only "speed" in `measures` every pair
-    that passed the gate is timed, whatever its quality. RequestError and Refused as the parts
-    raise them.
+    that passed the gate is timed, whatever its quality. With a `treatment` (conditioner, sinks)
+    quality is measured of every pair with and without it, on the same windows, all of them; the
+    decision is about pairs without. RequestError and Refused as the parts raise them.
     """
     from kvproof import backends
     from kvproof.engines.transformers import load
@@ -1035,20 +1124,25 @@ def decide_model(
         tell("loading the model")
         model = load(path)
         good = rivals
+        treated = [Treated.of(p, *treatment) for p in rivals] if treatment else []
         if "quality" in measures:
             for e in measure_quality(
                 model,
                 _windows(model, default_text() if text is None else text, policy),
-                rivals,
+                [*rivals, *treated],
                 about=about,
                 policy=policy,
                 done=kept.earlier,
+                stop_early=not treated,
                 deadline=time.monotonic() + QUALITY_SHARE * (end - time.monotonic()),
                 progress=tell,
             ):
                 kept.add(e)
-            held = {_pair_of(e): e for e in kept.run if e.subject["kind"] == "quality"}
-            good = [p for p in rivals if _within(held[p], policy)]
+            windows = [*kept.earlier, *kept.run]
+            for plain, other in zip(rivals, treated, strict=False):
+                kept.add(treatment_effect(about, windows, plain, other))
+            quality = [e for e in kept.run if e.subject["kind"] == "quality"]
+            good = [p for p in rivals if any(_is_of(e, p) and _within(e, policy) for e in quality)]
         if "speed" in measures:
             for pair in (p for p in rivals if p not in good):
                 why = "speed decides only where quality clears the policy"
@@ -1068,7 +1162,12 @@ def decide_model(
             ):
                 kept.add(e)
     tell(f"done after {time.monotonic() - begin:.0f} s")
-    decision = decide([e for e in kept.run if e.subject["kind"] != "quality-window"], policy)
+    decided = [
+        e
+        for e in kept.run
+        if e.subject["kind"] not in ("quality-window", "treatment") and "sinks" not in e.subject
+    ]
+    decision = decide(decided, policy)
     return Result(decision, policy, [*kept.run, *kept.unreadable], about, shape, text_name)
 
 
