@@ -158,44 +158,19 @@ struct CodesAvx2 {
     }
   };
 
-  // Costs of all states after n steps, and for each step and state whether the higher predecessor
-  // was the cheaper one.
-  static void walk(const float* distance, int n, const Trellis& trellis, float* cost,
-                   std::uint8_t* decisions) {
-    const int states = trellis.states;
-    if (states == 8) return walk8(distance, n, trellis, cost, decisions);
-    // A register of eight states takes four subsets from each half of the states before it. By
-    // linearity these are those of the first register, XORed with one number.
-    const __m256i select = subsets(trellis, 0);
-    std::uint8_t other[2][MAX_STATES / 8];
-    for (int h = 0; h < 2; ++h) {
-      for (int r = 0; r < states / 8; ++r) other[h][r] = trellis.subset_of[h * states + 8 * r];
+  // Costs of all states after n steps of each walk, and for each step and state whether the higher
+  // predecessor was the cheaper one. Distances [walk][n][4], decisions [walk][n][states / 8].
+  static void walk(const float* distance, int n, int walks, const Trellis& trellis,
+                   float (*cost)[MAX_STATES], std::uint8_t* decisions) {
+    if (trellis.states == 8) {
+      if (walks == 1) walk8<1>(distance, n, trellis, cost, decisions);
+      if (walks == 2) walk8<2>(distance, n, trellis, cost, decisions);
+      if (walks == 3) walk8<3>(distance, n, trellis, cost, decisions);
+      if (walks == 4) walk8<4>(distance, n, trellis, cost, decisions);
+      return;
     }
-    alignas(32) float next[MAX_STATES];
-    float *from = cost, *to = next;
-    for (int t = 0; t < n; ++t, distance += 4, decisions += states / 8) {
-      alignas(32) float added[4][8];
-      const __m256 four = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(distance));
-      for (int x = 0; x < 4; ++x)
-        _mm256_store_ps(added[x],
-                        _mm256_permutevar_ps(four, _mm256_xor_si256(select, _mm256_set1_epi32(x))));
-      const __m256i pairs = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
-      for (int r = 0; r < states / 8; ++r) {
-        const auto predecessors = [&](int at) {
-          return _mm256_permutevar_ps(
-              _mm256_broadcast_ps(reinterpret_cast<const __m128*>(from + at)), pairs);
-        };
-        const __m256 low = _mm256_add_ps(predecessors(4 * r), _mm256_load_ps(added[other[0][r]]));
-        const __m256 high =
-            _mm256_add_ps(predecessors(4 * r + states / 2), _mm256_load_ps(added[other[1][r]]));
-        decisions[r] = std::uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(high, low, _CMP_LT_OQ)));
-        _mm256_store_ps(to + 8 * r, _mm256_min_ps(high, low));
-      }
-      float* const swap = from;
-      from = to;
-      to = swap;
-    }
-    if (from != cost) std::memcpy(cost, from, std::size_t(states) * sizeof(float));
+    for (int w = 0; w < walks; ++w)
+      walk64(distance + w * 4 * n, n, trellis, cost[w], decisions + w * n * (MAX_STATES / 8));
   }
 
  private:
@@ -203,22 +178,73 @@ struct CodesAvx2 {
     return _mm256_cvtepu8_epi32(
         _mm_loadl_epi64(reinterpret_cast<const __m128i*>(trellis.subset_of + first)));
   }
-  static void walk8(const float* distance, int n, const Trellis& trellis, float* cost,
+  static __m256 four(const float* distance) {
+    return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(distance));
+  }
+  static std::uint8_t less(__m256 a, __m256 b) {
+    return std::uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ)));
+  }
+
+  template <int WALKS>
+  static void walk8(const float* distance, int n, const Trellis& trellis, float (*cost)[MAX_STATES],
                     std::uint8_t* decisions) {
     const __m256i low_states = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
     const __m256i high_states = _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7);
     const __m256i select_low = subsets(trellis, 0), select_high = subsets(trellis, 8);
-    __m256 all = _mm256_load_ps(cost);
-    for (int t = 0; t < n; ++t, distance += 4) {
-      const __m256 four = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(distance));
-      const __m256 low = _mm256_add_ps(_mm256_permutevar8x32_ps(all, low_states),
-                                       _mm256_permutevar_ps(four, select_low));
-      const __m256 high = _mm256_add_ps(_mm256_permutevar8x32_ps(all, high_states),
-                                        _mm256_permutevar_ps(four, select_high));
-      decisions[t] = std::uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(high, low, _CMP_LT_OQ)));
-      all = _mm256_min_ps(high, low);
+    __m256 all[WALKS];
+#pragma GCC unroll 4
+    for (int w = 0; w < WALKS; ++w) all[w] = _mm256_load_ps(cost[w]);
+    for (int t = 0; t < n; ++t) {
+#pragma GCC unroll 4
+      for (int w = 0; w < WALKS; ++w) {
+        const __m256 d = four(distance + 4 * (w * n + t));
+        const __m256 low = _mm256_add_ps(_mm256_permutevar8x32_ps(all[w], low_states),
+                                         _mm256_permutevar_ps(d, select_low));
+        const __m256 high = _mm256_add_ps(_mm256_permutevar8x32_ps(all[w], high_states),
+                                          _mm256_permutevar_ps(d, select_high));
+        decisions[w * n + t] = less(high, low);
+        all[w] = _mm256_min_ps(high, low);
+      }
     }
-    _mm256_store_ps(cost, all);
+#pragma GCC unroll 4
+    for (int w = 0; w < WALKS; ++w) _mm256_store_ps(cost[w], all[w]);
+  }
+
+  // A register of eight states takes its subsets from one pattern, XORed with a number of its own:
+  // subsets are linear in the bits of the path.
+  static void walk64(const float* distance, int n, const Trellis& trellis, float* cost,
+                     std::uint8_t* decisions) {
+    constexpr int STATES = 64;
+    const __m256i select = subsets(trellis, 0);
+    const __m256i pairs = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
+    alignas(32) float next[STATES], added[4][8];
+    const float* low_added[STATES / 8];
+    const float* high_added[STATES / 8];
+    for (int r = 0; r < STATES / 8; ++r) {
+      low_added[r] = added[trellis.subset_of[8 * r]];
+      high_added[r] = added[trellis.subset_of[STATES + 8 * r]];
+    }
+    float *from = cost, *to = next;
+    for (int t = 0; t < n; ++t) {
+      for (int x = 0; x < 4; ++x)
+        _mm256_store_ps(added[x],
+                        _mm256_permutevar_ps(four(distance + 4 * t),
+                                             _mm256_xor_si256(select, _mm256_set1_epi32(x))));
+#pragma GCC unroll 8
+      for (int r = 0; r < STATES / 8; ++r) {
+        const __m256 low = _mm256_add_ps(_mm256_permutevar_ps(four(from + 4 * r), pairs),
+                                         _mm256_load_ps(low_added[r]));
+        const __m256 high =
+            _mm256_add_ps(_mm256_permutevar_ps(four(from + 4 * r + STATES / 2), pairs),
+                          _mm256_load_ps(high_added[r]));
+        decisions[t * (STATES / 8) + r] = less(high, low);
+        _mm256_store_ps(to + 8 * r, _mm256_min_ps(high, low));
+      }
+      float* const swap = from;
+      from = to;
+      to = swap;
+    }
+    if (from != cost) std::memcpy(cost, from, sizeof next);
   }
 };
 

@@ -232,7 +232,8 @@ struct WideTrellis {
   std::int32_t key_pairs[PAIRS], value_pairs[PAIRS];
 };
 
-constexpr int MAX_STATES = 256;
+constexpr int MAX_STATES = 64;
+constexpr int MAX_WALKS = 4;  // through a trellis at once
 
 // A trellis code: see trellis.h. Bit j of a set of taps stands for the path's bit j steps ago.
 struct Trellis {

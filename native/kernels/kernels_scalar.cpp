@@ -345,18 +345,19 @@ struct Scalar {
     for (int i = 0; i < 4; ++i)
       for (int s = 0; s < 4; ++s) out[4 * i + s] = x[s].v[i];
   }
-  static void walk(const float* distance, int n, const Trellis& trellis, float* cost,
-                   std::uint8_t* decisions) {
+  static void walk(const float* distance, int n, int walks, const Trellis& trellis,
+                   float (*cost)[MAX_STATES], std::uint8_t* decisions) {
     const int states = trellis.states, half = states / 2;
-    for (int t = 0; t < n; ++t, distance += 4, decisions += states / 8) {
+    for (int step = 0; step < walks * n; ++step, distance += 4, decisions += states / 8) {
+      float* const all = cost[step / n];
       float before[MAX_STATES];
-      std::memcpy(before, cost, std::size_t(states) * sizeof(float));
+      std::memcpy(before, all, std::size_t(states) * sizeof(float));
       for (int first = 0; first < states; first += 8) {
         unsigned from_high = 0;
         for (int s = first; s < first + 8; ++s) {
           const float low = before[s / 2] + distance[trellis.subset_of[s]];
           const float high = before[s / 2 + half] + distance[trellis.subset_of[s + states]];
-          cost[s] = high < low ? high : low;
+          all[s] = high < low ? high : low;
           from_high |= unsigned(high < low) << s % 8;
         }
         decisions[first / 8] = std::uint8_t(from_high);

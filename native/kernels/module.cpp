@@ -228,8 +228,7 @@ void set_trellis(const std::string& format, int states, std::uint32_t taps0, std
   Book& book = constants.book[fmt];
   const std::uint32_t window = std::uint32_t(2 * states - 1);
   if (!has_trellis(fmt) || book.count != 2 << code_bits(fmt) || offsets.empty() ||
-      offsets.size() > 16 || (states != 8 && states != 64 && states != 256) ||
-      ((taps0 | taps1) & ~window))
+      offsets.size() > 16 || (states != 8 && states != MAX_STATES) || ((taps0 | taps1) & ~window))
     throw std::invalid_argument("bad trellis");
   Trellis& trellis = constants.trellis[fmt];
   trellis = Trellis{};

@@ -45,27 +45,15 @@ template <class I, int ENTRIES, bool CODES>
   }
 }
 
-// The bits u of the cheapest path, the state that it starts from, and its cost. Ties go to the
-// lower predecessor and the lower last state. `decisions` is scratch of n * states / 8 bytes.
-template <class I>
-inline float search(const float* distance, int n, const Trellis& trellis, std::uint8_t* decisions,
-                    std::uint8_t* path, int* start) {
-  alignas(64) float cost[MAX_STATES] = {};
-  const int states = trellis.states;
-  const float other = trellis.start_bytes ? 0 : __builtin_inff();
-  for (int s = 0; s < states; ++s) cost[s] = s ? other : 0;
-  I::walk(distance, n, trellis, cost, decisions);
-  int state = 0;
-  for (int s = 1; s < states; ++s)
-    if (cost[s] < cost[state]) state = s;
-  const float least = cost[state];
+// The bits u of the cheapest path among the states at the end, and the state that it starts from.
+inline int trace(const std::uint8_t* decisions, int n, int states, int state, std::uint8_t* path) {
+  const int bytes = states / 8, high = __builtin_ctz(unsigned(states)) - 1;
   for (int t = n; t-- > 0;) {
     path[t] = state & 1;
-    const int from_high = decisions[t * (states / 8) + state / 8] >> state % 8 & 1;
-    state = state >> 1 | from_high * (states / 2);
+    const int from_high = decisions[t * bytes + (state >> 3)] >> (state & 7) & 1;
+    state = state >> 1 | from_high << high;
   }
-  *start = state;
-  return least;
+  return state;
 }
 
 template <class I, int F>
@@ -73,8 +61,10 @@ void encode_trellis(float* y, int dim, const Book& book, std::uint8_t* out, Coun
   constexpr int BITS = code_bits(F), ENTRIES = 1 << (BITS - 1);
   const Trellis& trellis = *book.trellis;
   const Units& units = *book.units;
-  alignas(64) float steps[MAX_DIM], distance[4 * MAX_DIM];
-  alignas(64) std::uint8_t path[2][MAX_DIM], decisions[MAX_DIM * MAX_STATES / 8];
+  const int states = trellis.states;
+  alignas(64) float steps[MAX_DIM], distance[MAX_WALKS * 4 * MAX_DIM];
+  alignas(64) float cost[MAX_WALKS][MAX_STATES];
+  alignas(64) std::uint8_t path[MAX_DIM], decisions[MAX_DIM * MAX_WALKS * MAX_STATES / 8];
   std::uint8_t* const end = out + dim * BITS / 8;  // of the codes
   std::memset(out, 0, std::size_t(end - out + trellis.start_bytes + 1));
 
@@ -90,30 +80,44 @@ void encode_trellis(float* y, int dim, const Book& book, std::uint8_t* out, Coun
     const int n = smaller(GROUP, dim - s);
     for (int p = 0; p < n; ++p) steps[s + p] = y[s + step_element(p, n)];
   }
+  // Units that are not tried yet, MAX_WALKS at a time: their walks go side by side, because the
+  // steps of one wait for each other.
   float least = __builtin_inff();
-  int best = 0, unit = 0, tried = 0, start[2] = {};
-  for (int i = 0; i < trellis.n_offsets; ++i) {
-    int byte = nearest + trellis.offset[i];
-    byte = byte < 1 ? 1 : byte > 255 ? 255 : byte;
-    if (byte == tried) continue;  // at an end of the table: the same again
-    tried = byte;
-    subset_distances<I, ENTRIES, false>(steps, dim, units.inverse[byte], trellis, distance, nullptr,
-                                        nullptr);
-    const float error =
-        search<I>(distance, dim, trellis, decisions, path[1 - best], &start[1 - best]) *
-        (units.value[byte] * units.value[byte]);
-    if (unit == 0 || error < least) {
-      least = error;
-      unit = byte;
-      best = 1 - best;
+  int unit = 0, start = 0, tried = 0;
+  for (int i = 0; i < trellis.n_offsets;) {
+    int bytes[MAX_WALKS], walks = 0;
+    for (; i < trellis.n_offsets && walks < MAX_WALKS; ++i) {
+      int byte = nearest + trellis.offset[i];
+      byte = byte < 1 ? 1 : byte > 255 ? 255 : byte;
+      if (byte == tried) continue;  // at an end of the table: the same again
+      tried = bytes[walks] = byte;
+      subset_distances<I, ENTRIES, false>(steps, dim, units.inverse[byte], trellis,
+                                          distance + walks * 4 * dim, nullptr, nullptr);
+      for (int s = 0; s < states; ++s)
+        cost[walks][s] = s && !trellis.start_bytes ? __builtin_inff() : 0;
+      ++walks;
     }
+    I::walk(distance, dim, walks, trellis, cost, decisions);
+    int best = -1, last = 0;
+    for (int w = 0; w < walks; ++w) {
+      int state = 0;  // ties go to the lower state and to the first unit
+      for (int s = 1; s < states; ++s)
+        if (cost[w][s] < cost[w][state]) state = s;
+      const float error = cost[w][state] * (units.value[bytes[w]] * units.value[bytes[w]]);
+      if (unit == 0 || error < least) {
+        least = error;
+        unit = bytes[w];
+        best = w;
+        last = state;
+      }
+    }
+    if (best >= 0) start = trace(decisions + best * dim * (states / 8), dim, states, last, path);
   }
 
-  const std::uint8_t* const u = path[best];
   alignas(64) std::uint8_t subset[MAX_DIM], codes[MAX_DIM];
-  std::uint32_t history = std::uint32_t(start[best]);
+  std::uint32_t history = std::uint32_t(start);
   for (int t = 0; t < dim; ++t) {
-    history = history << 1 | u[t];
+    history = history << 1 | path[t];
     subset[t] = trellis.subset_of[history & std::uint32_t(2 * trellis.states - 1)];
   }
   subset_distances<I, ENTRIES, true>(steps, dim, units.inverse[unit], trellis, nullptr, subset,
@@ -126,9 +130,9 @@ void encode_trellis(float* y, int dim, const Book& book, std::uint8_t* out, Coun
                                 (codes[i + 3] & 3) << 6);
     if constexpr (BITS == 4) pack1(codes, dim, 2, out + dim / 4);
   }
-  pack1(u, dim, 0, end - dim / 8);
+  pack1(path, dim, 0, end - dim / 8);
   if (trellis.start_bytes)  // newest in the highest bit
-    for (int bit = 0; bit < 8; ++bit) *end |= std::uint8_t((start[best] >> bit & 1) << (7 - bit));
+    for (int bit = 0; bit < 8; ++bit) *end |= std::uint8_t((start >> bit & 1) << (7 - bit));
   end[trellis.start_bytes] = std::uint8_t(unit);
 }
 
