@@ -38,7 +38,7 @@ int element_of(int fmt, int dim, int group, int c) {
   const int at = group * GROUP;
   c = value_of_code(fmt, c);
   if (dim - at >= GROUP || path_of(fmt) != ROW) return at + c < dim ? at + c : -1;
-  const int plane = fmt == TQ8 ? GROUP : fmt == TQ4 ? 16 : 8, half = plane / 2;
+  const int plane = fmt == TQ8 ? GROUP : fmt == TQ4 || fmt == FIVE ? 16 : 8, half = plane / 2;
   return c % plane < half ? at + c / plane * half + c % half : -1;
 }
 
@@ -63,7 +63,7 @@ Table shifted(const Kernels& isa, int fmt, Table t) {
   if (isa.unsigned_rows && layout_of(fmt) == TQ8) {
     t.offset = 128;
   } else if (isa.unsigned_rows && path_of(fmt) == ROW) {
-    t.offset = -*std::min_element(t.entry, t.entry + 16);
+    t.offset = -*std::min_element(t.entry, t.entry + 32);
     for (std::int16_t& entry : t.entry) entry = std::int16_t(entry + t.offset);
   }
   return t;
@@ -127,7 +127,8 @@ std::ptrdiff_t repacked_stride(const Side& side) {
   return up(int(row_bytes(layout_of(side.fmt), side.dim)), 16);
 }
 std::size_t repacked_bytes(const Kernels& isa, const Side& side) {
-  return isa.repack[side.fmt] ? std::size_t(TILE) * repacked_stride(side) : 0;
+  // Fifth bits are read by 16 bytes.
+  return isa.repack[side.fmt] ? std::size_t(TILE) * repacked_stride(side) + 16 : 0;
 }
 Rows laid_out(const Kernels& isa, const Side& side, int head, int first, int n,
               std::uint8_t* space) {

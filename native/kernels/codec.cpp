@@ -48,7 +48,7 @@ Table integer_table(const Book& book, float largest, double residual = 0) {
   }
   Table table{};
   table.scale = factor;
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < 32; ++i) {
     const float v = book.value[i % book.count];
     table.entry[i] = std::int16_t(std::nearbyint(v * factor));
     table.largest = std::max(table.largest, std::abs(int(table.entry[i])));
@@ -59,7 +59,7 @@ Table integer_table(const Book& book, float largest, double residual = 0) {
 Table exact_table(const Book& book) {
   Table table{};
   table.scale = 1;
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < 32; ++i) {
     table.entry[i] = std::int16_t(book.value[i % book.count]);
     table.largest = std::max(table.largest, std::abs(int(table.entry[i])));
   }
@@ -114,7 +114,6 @@ void finish_book(int fmt, Book& book) {
     return;
   }
   book.key = book.value_side = exact_table(book);
-  for (int i = 0; i < book.count; ++i) book.byte[i] = std::int8_t(book.value[i]);
 }
 
 Spin::Spin(Coded format, int dim) {
@@ -235,7 +234,7 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, Coded format, const float
 static bool decode_row(const Kernels& isa, Coded format, const std::uint8_t* row, int dim,
                        float* out) {
   const auto [fmt, book] = format;
-  std::uint8_t repacked[MAX_DIM + 2];
+  std::uint8_t repacked[row_bytes(FIVE, MAX_DIM) + 16];
   if (isa.repack[fmt]) {
     isa.repack[fmt]({row, 0, 1, dim}, *book, repacked, 0);
     row = repacked;

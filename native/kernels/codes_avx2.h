@@ -42,18 +42,11 @@ struct CodesAvx2 {
         _mm256_set1_epi8(3));
     return _mm256_or_si256(two, _mm256_and_si256(natural_codes(high), _mm256_set1_epi8(4)));
   }
-  // Bytes of all ones where the bit of a value is set: bits in natural order, or by steps of the
-  // trellis formats (bits 4j .. 4j + 3 are values j, j + 8, j + 16, j + 24).
+  // Bytes of all ones where the bit of a value is set.
   static Codes natural_codes(std::uint32_t bits) {
     const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
                                             2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
     return test(bits, spread, _mm256_set1_epi64x(std::int64_t(0x8040201008040201)));
-  }
-  static Codes step_codes(std::uint32_t bits) {
-    const __m256i spread = _mm256_set1_epi64x(0x0303020201010000);
-    const __m256i bit = _mm256_setr_epi64x(0x1001100110011001, 0x2002200220022002,
-                                           0x4004400440044004, std::int64_t(0x8008800880088008));
-    return test(bits, spread, bit);
   }
   static Codes test(std::uint32_t bits, __m256i spread, __m256i bit) {
     const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(std::int32_t(bits)), spread);
@@ -136,27 +129,167 @@ struct CodesAvx2 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
   }
 
-  // Repacking: bits to every second bit, carry-less products, 32-entry lookups.
-  static std::uint64_t every_second(std::uint32_t bits) {
-    return _pdep_u64(bits, 0x5555555555555555);
-  }
-  static std::uint64_t carryless(std::uint64_t x, std::uint32_t taps) {
-    return std::uint64_t(_mm_cvtsi128_si64(_mm_clmulepi64_si128(
-        _mm_cvtsi64_si128(std::int64_t(x)), _mm_cvtsi64_si128(std::int64_t(taps)), 0)));
-  }
-  struct ByteLut {
-    __m256i low, high;
-    explicit ByteLut(const std::int8_t* e) : low(twice(e)), high(twice(e + 16)) {}
-    static __m256i twice(const std::int8_t* e) {
-      return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(e)));
+  // 5-bit codes; the top bit of each byte of `top` is that of a code's fifth bit.
+  struct Fives {
+    __m128i bytes;
+    std::uint32_t fifth;
+    __m256i top() const {
+      const __m256i shift = _mm256_setr_epi32(
+          7 - fifth_bit(0), 7 - fifth_bit(4), 7 - fifth_bit(8), 7 - fifth_bit(12),
+          7 - fifth_bit(16), 7 - fifth_bit(20), 7 - fifth_bit(24), 7 - fifth_bit(28));
+      return _mm256_sllv_epi32(_mm256_set1_epi32(std::int32_t(fifth)), shift);
     }
-    // 32 bytes of the codes whose low nibbles are `even` and `odd` and whose fifth bits are masks.
-    void store(std::uint64_t even, std::uint64_t odd, Codes fifth, std::uint8_t* out) const {
-      const Codes nibbles = Nibbles{_mm_set_epi64x(std::int64_t(odd), std::int64_t(even))};
-      store_codes(out, _mm256_blendv_epi8(_mm256_shuffle_epi8(low, nibbles),
-                                          _mm256_shuffle_epi8(high, nibbles), fifth));
+    operator Codes() const {
+      const __m256i fives = _mm256_and_si256(_mm256_srli_epi16(top(), 3), _mm256_set1_epi8(16));
+      return _mm256_or_si256(Nibbles{bytes}, fives);
     }
   };
+  static std::uint32_t load_u32(const std::uint8_t* p) {
+    std::uint32_t x;
+    std::memcpy(&x, p, 4);
+    return x;
+  }
+  static Fives codes5(const std::uint8_t* low, const std::uint8_t* fifth) {
+    return {codes4(low).bytes, load_u32(fifth)};
+  }
+  static Fives codes5_half(const std::uint8_t* low, const std::uint8_t* fifth) {
+    return {codes4_half(low).bytes, load_u32(fifth)};
+  }
+
+  // Two whole groups of a row to repack.
+  struct Pair {
+    const std::uint8_t* row;
+    std::uint8_t* out;
+    int first;  // value
+  };
+
+  // Repacks the whole pairs of groups of each row, two pairs at a time; returns how many values of
+  // a row that were.
+  template <int F>
+  static int repack_pairs(const Rows& rows, const Book& book, std::uint8_t* out,
+                          std::ptrdiff_t stride) {
+    const int pairs = rows.dim / 64;
+    Pair one{rows.base, out, 0};
+    const auto next = [&](Pair p) {
+      p.first += 64;
+      if (p.first < 64 * pairs) return p;
+      return Pair{p.row + rows.stride, p.out + stride, 0};
+    };
+    for (int left = rows.n * pairs; left > 0; left -= 2) {
+      const Pair two = left > 1 ? next(one) : one;
+      repack_two<F>(one, two, rows.dim, book);
+      one = next(two);
+    }
+    return 64 * pairs;
+  }
+
+  template <int F>
+  static void repack_two(const Pair& one, const Pair& two, int dim, const Book& book) {
+    if constexpr (F == TQ5) {
+      for (const Pair& p : {one, two}) {
+        const int s = p.first;
+        store_codes(p.out + s / 2, codes8(p.row + s / 2));
+        for (int g = 0; g < 8; g += 4)
+          store_fifth<F>(load_u32(p.row + dim / 2 + s / 8 + g), p.out + dim / 2 + s / 8 + g);
+      }
+    } else {
+      constexpr int BITS = code_bits(F);
+      __m256i codes, subsets = _mm256_setzero_si256();
+      if constexpr (F == TCQ2)
+        codes = spread(
+            _mm256_cvtepu32_epi64(two_words(one.row + one.first / 8, two.row + two.first / 8)));
+      else
+        codes =
+            _mm256_inserti128_si256(_mm256_castsi128_si256(codes4(one.row + one.first / 4).bytes),
+                                    codes4(two.row + two.first / 4).bytes, 1);
+      if constexpr (has_trellis(F)) {
+        const int path = (BITS - 1) * (dim / 8);
+        const __m256i window =
+            _mm256_inserti128_si256(_mm256_castsi128_si256(windows(one, path, dim, *book.trellis)),
+                                    windows(two, path, dim, *book.trellis), 1);
+        __m256i bit[2];
+        for (int i = 0; i < 2; ++i) {
+          const std::int64_t* tap = book.trellis->tap[i];
+          bit[i] = _mm256_sllv_epi64(window, _mm256_set1_epi64x(tap[0]));
+          for (int j = 1; j < book.trellis->n_taps[i]; ++j)
+            bit[i] =
+                _mm256_xor_si256(bit[i], _mm256_sllv_epi64(window, _mm256_set1_epi64x(tap[j])));
+        }
+        subsets = spread(_mm256_blend_epi32(_mm256_srli_epi64(bit[0], 32), bit[1], 0xaa));
+      } else {  // the codes are the low bits of each nibble
+        subsets = codes;
+        codes = _mm256_setzero_si256();
+      }
+      // As nibbles() does.
+      const __m256i low = _mm256_set1_epi8(0x33);
+      const __m256i even = _mm256_or_si256(_mm256_and_si256(subsets, low),
+                                           _mm256_slli_epi16(_mm256_and_si256(codes, low), 2));
+      const __m256i odd = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(subsets, 2), low),
+                                          _mm256_andnot_si256(low, codes));
+      const __m256i first = _mm256_unpacklo_epi64(even, odd);
+      const __m256i second = _mm256_unpackhi_epi64(even, odd);
+      store_half(one.out + one.first / 2, _mm256_castsi256_si128(first));
+      store_half(one.out + one.first / 2 + 16, _mm256_castsi256_si128(second));
+      store_half(two.out + two.first / 2, _mm256_extracti128_si256(first, 1));
+      store_half(two.out + two.first / 2 + 16, _mm256_extracti128_si256(second, 1));
+      if constexpr (BITS == 4)
+        for (const Pair& p : {one, two})
+          for (int g = 0; g < 8; g += 4)
+            store_fifth<F>(load_u32(p.row + dim / 4 + p.first / 8 + g),
+                           p.out + dim / 2 + p.first / 8 + g);
+    }
+  }
+
+  // The path's bits of two groups, each after the 32 before them.
+  static __m128i windows(const Pair& p, int path, int dim, const Trellis& trellis) {
+    const std::uint8_t* at = p.row + path + p.first / 8;
+    std::uint64_t one, two;
+    std::memcpy(&two, at, 8);
+    if (p.first)
+      std::memcpy(&one, at - 4, 8);
+    else
+      one = two << 32 | (trellis.start_bytes ? std::uint64_t(p.row[path + dim / 8]) << 24 : 0);
+    return _mm_set_epi64x(std::int64_t(two), std::int64_t(one));
+  }
+  static __m128i two_words(const std::uint8_t* a, const std::uint8_t* b) {
+    return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(a)),
+                              _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b)));
+  }
+  // In each 64 bits: bit i of the low half to bit 2i, of the high half to bit 2i + 1.
+  static __m256i spread(__m256i x) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    const __m256i twice = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 4, 5, 16, 17, 20, 21, 64, 65, 68, 69, 80, 81, 84, 85));
+    __m256i low = _mm256_shuffle_epi8(twice, _mm256_and_si256(x, nibble));
+    __m256i high = _mm256_shuffle_epi8(twice, _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble));
+    low = _mm256_or_si256(low, _mm256_srli_epi64(low, 31));
+    high = _mm256_or_si256(high, _mm256_srli_epi64(high, 31));
+    return _mm256_unpacklo_epi64(_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high));
+  }
+  static void store_half(std::uint8_t* p, __m128i x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x);
+  }
+  // As fifth_bits() does: each byte looks at one bit, and all answers are gathered.
+  template <int F>
+  static void store_fifth(std::uint32_t bits, std::uint8_t* out) {
+    struct Look {
+      alignas(32) std::uint8_t byte[32] = {}, bit[32] = {};
+      constexpr Look() {
+        for (int i = 0; i < 32; ++i) {
+          const int at = F == TQ5 ? i : i % 8 * 4 + i / 8;
+          byte[fifth_bit(i)] = std::uint8_t(at / 8);
+          bit[fifth_bit(i)] = std::uint8_t(1 << at % 8);
+        }
+      }
+    };
+    static constexpr Look look;
+    const auto load = [](const std::uint8_t* p) {
+      return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
+    };
+    const __m256i found = test(bits, load(look.byte), load(look.bit));
+    const std::int32_t word = _mm256_movemask_epi8(found);
+    std::memcpy(out, &word, 4);
+  }
 
   // Costs of all states after n steps of each walk, and for each step and state whether the higher
   // predecessor was the cheaper one. Distances [walk][n][4], decisions [walk][n][states / 8].

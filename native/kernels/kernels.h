@@ -45,7 +45,9 @@ enum Fmt : int {
   Q4_POLAR_RES,
   TBQ3_TCQ,
   QJL1_256,
-  FORMATS
+  FORMATS,
+  FIVE = FORMATS,  // no format: 5-bit codes as the kernels read them, see fifth_bit
+  LAYOUTS
 };
 enum Path : int { ROW, BLOCK, REAL, PATHS };
 
@@ -91,7 +93,7 @@ constexpr int layout_of(int f) {
     case TQ5:
     case TCQ4:
     case TCQ4_64:
-      return TQ8;
+      return FIVE;
     case TQ2:
     case TCQ3:
     case TCQ3_64:
@@ -185,6 +187,7 @@ constexpr std::ptrdiff_t row_bytes(int f, int dim) {
     case BLOCK:
       return std::ptrdiff_t(block_bytes(f)) * (dim / block_values(f));
     default:
+      if (f == FIVE) return dim / 2 + 4 * ((dim + GROUP - 1) / GROUP) + 2;
       return std::ptrdiff_t(dim) * code_bits(f) / 8 + start_bytes(f) + unit_bytes(f);
   }
 }
@@ -194,10 +197,18 @@ constexpr bool packed4(int f) {
   return f == Q4_0 || f == TBQ4_0 || f == Q4_POLAR || f == Q4_POLAR_RES || f == TQ4;
 }
 // Those that are scored with a token in each lane, where a residual would cost a sum per token.
-constexpr bool scored_by_lanes(int f) { return packed4(f) && f != Q4_POLAR_RES; }
+constexpr bool scored_by_lanes(int f) { return f == FIVE || (packed4(f) && f != Q4_POLAR_RES); }
 // Code c of a group as value of the group: polar formats pack neighbours into a byte.
 constexpr int value_of_code(int f, int c) {
   return f == Q4_POLAR || f == Q4_POLAR_RES ? c % 16 * 2 + c / 16 : c;
+}
+
+// Rows of 5-bit codes have the low nibbles as tq4 has them, then 32 bits a group, then the unit.
+// This is the bit of a code there: the four bytes of a nibble row's word k take their fifth bits
+// from one bit position of four bytes, so that one shift brings them all to the top.
+constexpr int fifth_bit(int code) {
+  const int word = code % 16 / 4, high = code / 16;
+  return code % 4 * 8 + word % 2 * 4 + high * 2 + word / 2;
 }
 
 constexpr int groups_of(int dim) { return (dim + GROUP - 1) / GROUP; }
@@ -211,9 +222,9 @@ struct Rows {
   int dim;
 };
 
-// Integer table of a codebook: value = (entry - offset) / scale. Shorter books are repeated to 16.
+// Integer table of a codebook: value = (entry - offset) / scale. Shorter books are repeated to 32.
 struct Table {
-  std::int16_t entry[16];
+  std::int16_t entry[32];
   float scale;
   int largest;  // magnitude of entry - offset
   int offset;
@@ -235,12 +246,16 @@ struct WideTrellis {
 constexpr int MAX_STATES = 64;
 constexpr int MAX_WALKS = 4;  // through a trellis at once
 
-// A trellis code: see trellis.h. Bit j of a set of taps stands for the path's bit j steps ago.
+constexpr int MAX_TAPS = 7;
+
+// A trellis code: see trellis.h.
 struct Trellis {
   int states = 0;
-  int start_bytes = 0;         // 1: the encoder chooses the bits before a row, and stores them
-  std::uint32_t taps[2] = {};  // whose XOR is bit 0 and bit 1 of the subset
-  int n_offsets = 0;           // units tried: bytes beside the nearest one
+  int start_bytes = 0;  // 1: the encoder chooses the bits before a row, and stores them
+  // Steps back to the bits of the path whose XOR is bit 0 and bit 1 of the subset.
+  int n_taps[2] = {};
+  std::int64_t tap[2][MAX_TAPS] = {};
+  int n_offsets = 0;  // units tried: bytes beside the nearest one
   int offset[16] = {};
   float entry[4][8] = {}, cut[4][8] = {};       // of each subset, ascending
   std::uint8_t subset_of[2 * MAX_STATES] = {};  // by the last bits of the path, newest in bit 0
@@ -262,7 +277,6 @@ struct Book {
   int n_tries = 0;       // and the multiples of it that are tried
   float tries[16] = {};
   Table key = {}, value_side = {};
-  alignas(32) std::int8_t byte[32] = {};            // row formats: the entries
   const Trellis* trellis = nullptr;                 // where it has one,
   const Units* units = nullptr;                     // and its units
   const WideTrellis* wide_trellis = nullptr;        // tbq3_tcq
@@ -296,12 +310,12 @@ struct Kernels {
   // Decode a tile into scratch: int16 [token][padded dim], or float. Scales go to
   // scales[(t & 1) * TILE / 2 + t / 2] (row) or scales[t * groups + g] (block).
   // False if a stored scale is NaN or infinite.
-  bool (*decode_keys[FORMATS])(const Rows&, const Table&, void* out, float* scales);
+  bool (*decode_keys[LAYOUTS])(const Rows&, const Table&, void* out, float* scales);
   // Groups [first, last) of a tile: pairs [token / 2][width][2], where width is 32 times the
   // groups, int16 or what the set prefers for the row formats, with scales[(g - first) * TILE + (t
   // & 1) * TILE / 2 + t / 2] (row: g = first). On the real path always the whole row, float
   // [token][padded dim].
-  bool (*decode_values[FORMATS])(const Rows&, const Table&, int first, int last, void* out,
+  bool (*decode_values[LAYOUTS])(const Rows&, const Table&, int first, int last, void* out,
                                  float* scales);
 
   // Scores of `width` rows against n decoded tokens, to the two planes at out. `start` (row path)
@@ -310,7 +324,7 @@ struct Kernels {
                              const std::int32_t* start, const void* keys, const float* scales,
                              int n, int dim, float* out, std::ptrdiff_t plane);
   // decode_keys and dot together, for one group of rows; null on the real path.
-  bool (*score[FORMATS][WIDTHS])(const Rows&, const Table&, const void* query,
+  bool (*score[LAYOUTS][WIDTHS])(const Rows&, const Table&, const void* query,
                                  std::ptrdiff_t query_stride, const float* row_scale,
                                  const std::int32_t* start, float* scales, float* out,
                                  std::ptrdiff_t plane);
@@ -337,7 +351,7 @@ struct Kernels {
   // One row. `y` is scratch of dim floats in the stored domain, overwritten. Formats with blocks of
   // 128 take the plain basis: their norm comes before the rotation.
   void (*encode[FORMATS])(float* y, int dim, const Book&, std::uint8_t* out, Counts&);
-  bool (*decode[FORMATS])(const std::uint8_t* row, int dim, const Book&, float* out);
+  bool (*decode[LAYOUTS])(const std::uint8_t* row, int dim, const Book&, float* out);
   bool (*finite)(const float* x, std::ptrdiff_t n);
 };
 

@@ -21,16 +21,25 @@ struct Avx2 : CodesAvx2 {
   using W = __m256i;
 
   struct Lut {
-    __m256i low, high;
+    // Low and high bytes of the first 16 entries; low bytes of the others.
+    __m256i low, high, second;
     explicit Lut(const std::int16_t* e) {
-      alignas(16) std::uint8_t l[16], h[16];
-      for (int i = 0; i < 16; ++i) {
-        l[i] = std::uint8_t(e[i]);
-        h[i] = std::uint8_t(e[i] >> 8);
-      }
-      low = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(l)));
-      high = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(h)));
+      alignas(16) std::uint8_t l[32], h[16];
+      for (int i = 0; i < 32; ++i) l[i] = std::uint8_t(e[i]);
+      for (int i = 0; i < 16; ++i) h[i] = std::uint8_t(e[i] >> 8);
+      low = twice(l);
+      high = twice(h);
+      second = twice(l + 16);
     }
+    static __m256i twice(const std::uint8_t* p) {
+      return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    // Bytes of 32 entries; the top bit of a byte of `top` chooses the second half.
+    __m256i byte(__m256i nibbles, __m256i top) const {
+      return _mm256_blendv_epi8(_mm256_shuffle_epi8(low, nibbles),
+                                _mm256_shuffle_epi8(second, nibbles), top);
+    }
+    __m256i byte(const Fives& codes) const { return byte(Nibbles{codes.bytes}, codes.top()); }
   };
 
   static F zero() { return _mm256_setzero_ps(); }
@@ -249,6 +258,14 @@ struct Avx2 : CodesAvx2 {
   static void key_words_row(const Lut& lut, Codes codes, W* out) {
     even_odd(_mm256_shuffle_epi8(lut.low, codes), out);
   }
+  static void key_words_row(const Lut& lut, const Fives& codes, W* out) {
+    even_odd(lut.byte(codes), out);
+  }
+  static void store_values_row(const Lut& lut, const Fives& a, const Fives& b, std::uint8_t* out) {
+    const W of_a = lut.byte(a), of_b = lut.byte(b);
+    store_words(out, _mm256_unpacklo_epi16(of_a, of_b));
+    store_words(out + 32, _mm256_unpackhi_epi16(of_a, of_b));
+  }
   static W shifted(Codes bytes) {  // signed bytes to unsigned ones, 128 higher
     return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
   }
@@ -325,6 +342,15 @@ struct Avx2 : CodesAvx2 {
     const W h = _mm256_shuffle_epi8(lut.high, codes);
     return STEP / 2 ? _mm256_or_si256(_mm256_srli_epi16(l, 8), _mm256_andnot_si256(even, h))
                     : _mm256_or_si256(_mm256_and_si256(l, even), _mm256_slli_epi16(h, 8));
+  }
+  template <int WORD, int STEP>
+  static W key_step5(const Lut& lut, W word, W fifth) {
+    const W codes =
+        _mm256_and_si256(STEP % 2 ? _mm256_srli_epi16(word, 4) : word, _mm256_set1_epi8(15));
+    constexpr int BIT = fifth_bit(4 * WORD + STEP % 2 * 16);
+    const W bytes = lut.byte(codes, BIT == 7 ? fifth : _mm256_slli_epi16(fifth, 7 - BIT));
+    return STEP / 2 ? _mm256_srli_epi16(bytes, 8)
+                    : _mm256_and_si256(bytes, _mm256_set1_epi16(0xff));
   }
   template <int MR>
   static void lanes_to_tokens(const F* row, F* out) {

@@ -21,9 +21,8 @@ struct Avx512 : CodesAvx2 {
   using W = __m512i;
 
   struct Lut {
-    __m512i table;  // 16 entries twice: vpermw looks at five bits
-    explicit Lut(const std::int16_t* e)
-        : table(_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(e)))) {}
+    __m512i table;  // 32 entries, or 16 twice: vpermw looks at five bits
+    explicit Lut(const std::int16_t* e) : table(_mm512_loadu_si512(e)) {}
   };
 
   static F zero() { return _mm512_setzero_ps(); }
@@ -335,6 +334,17 @@ struct Avx512 : CodesAvx2 {
   template <int F, int STEP>
   static W key_step(const Lut& lut, W word) {
     return _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 4 * STEP), lut.table);
+  }
+  template <int WORD, int STEP>
+  static W key_step5(const Lut& lut, W word, W fifth) {
+    // The code's nibble to bits 0..3 of each 16, its fifth bit to bit 4.
+    constexpr int BIT = fifth_bit(4 * WORD + STEP % 2 * 16) + STEP / 2 * 8, BY = BIT - 4;
+    if constexpr (STEP) word = _mm512_srli_epi16(word, 4 * STEP);
+    if constexpr (BY > 0) fifth = _mm512_srli_epi16(fifth, BY);
+    if constexpr (BY < 0) fifth = _mm512_slli_epi16(fifth, -BY);
+    const W code = _mm512_or_si512(_mm512_and_si512(word, _mm512_set1_epi16(15)),
+                                   _mm512_and_si512(fifth, _mm512_set1_epi16(16)));
+    return _mm512_permutexvar_epi16(code, lut.table);
   }
   // 4-bit codes: number 4k + s of keys is step s of 32-bit word k, a pair of codes two bytes apart;
   // vector v of value pairs holds the low nibbles of bytes 2i + v, then the high ones. Other keys

@@ -219,6 +219,17 @@ struct Scalar {
     }
     return out;
   }
+  static Codes codes5(const std::uint8_t* low, const std::uint8_t* fifth) {
+    Codes out = codes4(low);
+    for (int i = 0; i < GROUP; ++i)
+      out.c[i] |= (fifth[fifth_bit(i) / 8] >> fifth_bit(i) % 8 & 1) << 4;
+    return out;
+  }
+  static Codes codes5_half(const std::uint8_t* low, const std::uint8_t* fifth) {
+    std::uint8_t bytes[16] = {};
+    std::memcpy(bytes, low, 8);
+    return codes5(bytes, fifth);
+  }
   static Codes codes8(const std::uint8_t* p) {
     Codes out;
     std::memcpy(out.c, p, GROUP);
@@ -233,7 +244,7 @@ struct Scalar {
 
   static void key_words(const Lut& lut, const Codes& codes, W* out) {
     std::int16_t v[GROUP];
-    for (int i = 0; i < GROUP; ++i) v[i] = lut.entry[codes.c[i] & 15];
+    for (int i = 0; i < GROUP; ++i) v[i] = lut.entry[codes.c[i] & 31];
     std::memcpy(out, v, sizeof v);
   }
   static void key_words_signed(const Codes& codes, W* out) {
@@ -244,8 +255,8 @@ struct Scalar {
   static void key_words_bytes(const Codes& codes, W* out) { key_words_signed(codes, out); }
   static void store_values(const Lut& lut, const Codes& a, const Codes& b, std::int16_t* out) {
     for (int i = 0; i < GROUP; ++i) {
-      out[2 * i] = lut.entry[a.c[i] & 15];
-      out[2 * i + 1] = lut.entry[b.c[i] & 15];
+      out[2 * i] = lut.entry[a.c[i] & 31];
+      out[2 * i + 1] = lut.entry[b.c[i] & 31];
     }
   }
   static void store_values_signed(const Codes& a, const Codes& b, std::int16_t* out) {
@@ -303,42 +314,10 @@ struct Scalar {
     store_values(lut, a, b, out);
   }
 
-  // Repacking: bits to every second bit, carry-less products, bits to bytes, 32-entry lookups.
-  static std::uint64_t every_second(std::uint32_t bits) {
-    std::uint64_t x = bits;
-    x = (x | x << 16) & 0x0000ffff0000ffff;
-    x = (x | x << 8) & 0x00ff00ff00ff00ff;
-    x = (x | x << 4) & 0x0f0f0f0f0f0f0f0f;
-    x = (x | x << 2) & 0x3333333333333333;
-    return (x | x << 1) & 0x5555555555555555;
+  template <int F>
+  static int repack_pairs(const Rows&, const Book&, std::uint8_t*, std::ptrdiff_t) {
+    return 0;
   }
-  static std::uint64_t carryless(std::uint64_t x, std::uint32_t taps) {
-    std::uint64_t sum = 0;
-    for (int j = 0; taps >> j; ++j)
-      if (taps >> j & 1) sum ^= x << j;
-    return sum;
-  }
-  static Codes natural_codes(std::uint32_t bits) {
-    Codes out;
-    for (int i = 0; i < GROUP; ++i) out.c[i] = bits >> i & 1;
-    return out;
-  }
-  static Codes step_codes(std::uint32_t bits) {
-    Codes out;
-    for (int p = 0; p < GROUP; ++p) out.c[step_element(p, GROUP)] = bits >> p & 1;
-    return out;
-  }
-  struct ByteLut {
-    const std::int8_t* entry;
-    explicit ByteLut(const std::int8_t* e) : entry(e) {}
-    void store(std::uint64_t even, std::uint64_t odd, const Codes& fifth, std::uint8_t* out) const {
-      std::uint8_t bytes[16];
-      std::memcpy(bytes, &even, 8);
-      std::memcpy(bytes + 8, &odd, 8);
-      const Codes nibbles = codes4(bytes);
-      for (int i = 0; i < GROUP; ++i) out[i] = std::uint8_t(entry[nibbles.c[i] | fifth.c[i] << 4]);
-    }
-  };
 
   // Encoding of trellis codes.
   static void store_by_four(const F* x, float* out) {

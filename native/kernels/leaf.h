@@ -59,6 +59,8 @@ inline auto whole_group(const std::uint8_t* row, int g, int dim) {
     return I::codes3_planes(row + 8 * g, row + dim / 4 + 4 * g);
   } else if constexpr (F == TQ8) {
     return I::codes8(row + GROUP * g);
+  } else if constexpr (F == FIVE) {
+    return I::codes5(row + 16 * g, row + dim / 2 + 4 * g);
   } else {
     const std::uint8_t* p = row + codes_at(F, g);
     if constexpr (F == TBQ3_TCQ || F == QJL1_256)
@@ -81,6 +83,8 @@ inline auto half_group(const std::uint8_t* row, int g, int dim) {
     return I::codes4_half(row + 16 * g);
   else if constexpr (F == TQ8)
     return I::codes8_half(row + GROUP * g);
+  else if constexpr (F == FIVE)
+    return I::codes5_half(row + 16 * g, row + dim / 2 + 4 * g);
   else
     return I::codes3_planes_half(row + 8 * g, row + dim / 4 + 4 * g);
 }
@@ -506,9 +510,9 @@ bool score(const Rows& rows, const Table& table, const void* query, std::ptrdiff
   return ok;
 }
 
-// score for 4-bit formats, with a token in each lane: nothing is left to add up across lanes. Per
-// step LANES even and as many odd tokens. With N 128-bit lanes, token j sits in element j / N of
-// lane j % N, so that transposing rows within lanes gives tokens in order.
+// score for 4- and 5-bit codes, with a token in each lane: nothing is left to add up across lanes.
+// Per step LANES even and as many odd tokens. With N 128-bit lanes, token j sits in element j / N
+// of lane j % N, so that transposing rows within lanes gives tokens in order.
 //
 // I provides tokens_to_lanes (the groups of LANES tokens -> their 32-bit words 0..3), key_step (two
 // codes of each word, as 16-bit entries) and lanes_to_tokens (MR vectors of lanes -> [token][MR]).
@@ -518,20 +522,38 @@ constexpr int lane_element(
   return position / 8 * 4 + step % 2 * 16 + step / 2 + position % 2 * 2;
 }
 
-template <class I, int MR, int F, int STEP>
+template <class I, int MR, int F, int WORD, int STEP>
 inline void multiply_step(const typename I::Lut& lut, const typename I::W* word,
-                          const std::int16_t* q, std::ptrdiff_t query_stride, typename I::W* sums) {
+                          const typename I::W* fifth, const std::int16_t* q,
+                          std::ptrdiff_t query_stride, typename I::W* sums) {
   typename I::W key[2];
 #pragma GCC unroll 2
-  for (int p = 0; p < 2; ++p) key[p] = I::template key_step<F, STEP>(lut, word[p]);
+  for (int p = 0; p < 2; ++p) {
+    if constexpr (F == FIVE)
+      key[p] = I::template key_step5<WORD, STEP>(lut, word[p], fifth[p]);
+    else
+      key[p] = I::template key_step<F, STEP>(lut, word[p]);
+  }
+  q += 8 * WORD + 2 * STEP;
 #pragma GCC unroll 4
   for (int r = 0; r < MR; ++r) {
     std::int32_t two;
-    std::memcpy(&two, q + r * query_stride + 2 * STEP, 4);
+    std::memcpy(&two, q + r * query_stride, 4);
     const typename I::W qv = I::held(I::set_words(two));
 #pragma GCC unroll 2
     for (int p = 0; p < 2; ++p) sums[2 * r + p] = I::madd(sums[2 * r + p], key[p], qv);
   }
+}
+
+template <class I, int MR, int F, int WORD>
+inline void multiply_word(const typename I::Lut& lut, const typename I::W* word,
+                          const typename I::W* fifth, const std::int16_t* q,
+                          std::ptrdiff_t query_stride, typename I::W* sums,
+                          typename I::W* other_sums) {
+  multiply_step<I, MR, F, WORD, 0>(lut, word, fifth, q, query_stride, sums);
+  multiply_step<I, MR, F, WORD, 2>(lut, word, fifth, q, query_stride, other_sums);
+  multiply_step<I, MR, F, WORD, 1>(lut, word, fifth, q, query_stride, sums);
+  multiply_step<I, MR, F, WORD, 3>(lut, word, fifth, q, query_stride, other_sums);
 }
 
 template <class I, int MR, int F>
@@ -570,6 +592,17 @@ bool score_lanes(const Rows& rows, const Table& table, const void* query,
       total[i] = I::zero();
       for (int c = 0; c < CHAINS; ++c) sums[c][i] = I::zero_words();
     }
+    // Fifth bits of four groups at a time: [group][parity].
+    alignas(64) typename I::W fifth[F == FIVE ? MAX_DIM / GROUP + 4 : 1][2];
+    if constexpr (F == FIVE)
+      for (int g = 0; g < groups; g += 4)
+        for (int p = 0; p < 2; ++p) {
+          typename I::W words[4];
+          I::tokens_to_lanes(
+              [&](int j) { return I::codes4(row_of[t0 + p + 2 * j] + dim / 2 + 4 * g).bytes; },
+              words);
+          for (int k = 0; k < 4; ++k) fifth[g + k][p] = words[k];
+        }
     each_group<I, F>(dim, 0, groups, [&](int g, auto codes_of) {
       typename I::W word[4][2];
 #pragma GCC unroll 2
@@ -579,13 +612,12 @@ bool score_lanes(const Rows& rows, const Table& table, const void* query,
         for (int k = 0; k < 4; ++k) word[k][p] = words[k];
       }
       const std::int16_t* qg = q + g * GROUP;
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k, qg += 8) {
-        multiply_step<I, MR, F, 0>(entries.lut, word[k], qg, query_stride, sums[0]);
-        multiply_step<I, MR, F, 2>(entries.lut, word[k], qg, query_stride, sums[CHAINS - 1]);
-        multiply_step<I, MR, F, 1>(entries.lut, word[k], qg, query_stride, sums[0]);
-        multiply_step<I, MR, F, 3>(entries.lut, word[k], qg, query_stride, sums[CHAINS - 1]);
-      }
+      const typename I::W* const bits = F == FIVE ? fifth[g] : nullptr;
+      typename I::W* const other = sums[CHAINS - 1];
+      multiply_word<I, MR, F, 0>(entries.lut, word[0], bits, qg, query_stride, sums[0], other);
+      multiply_word<I, MR, F, 1>(entries.lut, word[1], bits, qg, query_stride, sums[0], other);
+      multiply_word<I, MR, F, 2>(entries.lut, word[2], bits, qg, query_stride, sums[0], other);
+      multiply_word<I, MR, F, 3>(entries.lut, word[3], bits, qg, query_stride, sums[0], other);
       if constexpr (BLOCKS)
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * MR; ++i) {
@@ -1245,10 +1277,10 @@ bool decode_row(const std::uint8_t* row, int dim, const Book& book, float* out) 
       const int n = smaller(GROUP, dim - GROUP * g);
       for (int i = 0; i < n; ++i) {
         // A last group of 16 fills the first half of each plane of its bytes.
-        const int c = n == GROUP ? codes[i]
-                      : F == TQ8 ? codes[i]
-                      : F == TQ4 ? codes[i % 8 + i / 8 * 16]
-                                 : codes[i % 4 + i / 4 * 8];
+        const int c = n == GROUP              ? codes[i]
+                      : F == TQ8              ? codes[i]
+                      : F == TQ4 || F == FIVE ? codes[i % 8 + i / 8 * 16]
+                                              : codes[i % 4 + i / 4 * 8];
         const float value = F == Q8_0 || F == TQ8 ? float(std::int8_t(c))
                             : F == Q4_0           ? float(c - 8)
                                                   : book.value[c];
@@ -1272,28 +1304,49 @@ inline NibblePair nibbles(std::uint64_t low, std::uint64_t high) {
   return {(low & TWO) | (high & TWO) << 2, (low >> 2 & TWO) | (high & ~TWO)};
 }
 
+inline std::uint64_t every_second(std::uint32_t bits) {
+  std::uint64_t x = bits;
+  x = (x | x << 16) & 0x0000ffff0000ffff;
+  x = (x | x << 8) & 0x00ff00ff00ff00ff;
+  x = (x | x << 4) & 0x0f0f0f0f0f0f0f0f;
+  x = (x | x << 2) & 0x3333333333333333;
+  return (x | x << 1) & 0x5555555555555555;
+}
+
 // Subset bits of a group, in the order of the 2-bit fields of tq3's low plane. `window` holds the
 // path's bits of the group in its high half and those before them in its low half.
-template <class I>
 inline std::uint64_t subset_fields(std::uint64_t window, const Trellis& trellis) {
-  const std::uint64_t z0 = I::carryless(window, trellis.taps[0]) >> 32;
-  const std::uint64_t z1 = I::carryless(window, trellis.taps[1]) >> 32;
-  return I::every_second(std::uint32_t(z0)) | I::every_second(std::uint32_t(z1)) << 1;
+  std::uint64_t subset[2] = {};
+  for (int bit = 0; bit < 2; ++bit)
+    for (int j = 0; j < trellis.n_taps[bit]; ++j) subset[bit] ^= window << trellis.tap[bit][j];
+  return every_second(std::uint32_t(subset[0] >> 32)) | every_second(std::uint32_t(subset[1] >> 32))
+                                                            << 1;
+}
+
+// Fifth bits of n values, in natural order or (tcq4) by steps, as FIVE has them.
+template <int F>
+inline std::uint32_t fifth_bits(std::uint32_t bits, int n) {
+  std::uint32_t out = 0;
+  for (int i = 0; i < n; ++i) {
+    const int half = n / 2, at = F == TQ5 ? i : i % (n / 4) * 4 + i / (n / 4);
+    out |= (bits >> at & 1) << fifth_bit(i % half + i / half * 16);
+  }
+  return out;
 }
 
 template <class I, int F>
 void repack(const Rows& rows, const Book& book, std::uint8_t* out, std::ptrdiff_t stride) {
-  constexpr bool TRELLIS = has_trellis(F);
-  constexpr int BITS = code_bits(F);
-  const int dim = rows.dim;
-  const typename I::ByteLut lut(book.byte);
+  constexpr int BITS = code_bits(F), PATH = has_trellis(F) ? BITS - 1 : 0;  // the plane of the path
+  const int dim = rows.dim, done = I::template repack_pairs<F>(rows, book, out, stride);
   const std::uint8_t* row = rows.base;
   for (int t = 0; t < rows.n; ++t, row += rows.stride, out += stride) {
     const std::uint8_t* end = row + dim * BITS / 8;  // of the codes
     std::uint64_t window = 0;
-    if constexpr (TRELLIS)
+    if constexpr (has_trellis(F)) {
       if (book.trellis->start_bytes) window = std::uint64_t(*end++) << 56;
-    for (int s = 0; s < dim; s += GROUP) {
+      if (done) std::memcpy(&window, row + PATH * (dim / 8) + done / 8 - 8, 8);
+    }
+    for (int s = done; s < dim; s += GROUP) {
       const int n = smaller(GROUP, dim - s);
       NibblePair pair = {};
       std::uint32_t fifth = 0;
@@ -1307,35 +1360,27 @@ void repack(const Rows& rows, const Book& book, std::uint8_t* out, std::ptrdiff_
         pair = nibbles(codes, 0);
       } else {
         std::uint32_t path = 0;
-        std::memcpy(&path, row + (BITS - 1) * (dim / 8) + s / 8, std::size_t(n / 8));
+        std::memcpy(&path, row + PATH * (dim / 8) + s / 8, std::size_t(n / 8));
         window = window >> 32 | std::uint64_t(path) << 32;
         std::uint64_t codes = 0;
         if constexpr (BITS == 2) {
           std::uint32_t bits = 0;
           std::memcpy(&bits, row + s / 8, std::size_t(n / 8));
-          codes = I::every_second(bits);
+          codes = every_second(bits);
         } else {
           std::memcpy(&codes, row + s / 4, std::size_t(n / 4));
           if constexpr (BITS == 4) std::memcpy(&fifth, row + dim / 4 + s / 8, std::size_t(n / 8));
         }
-        pair = nibbles(subset_fields<I>(window, *book.trellis), codes);
+        pair = nibbles(subset_fields(window, *book.trellis), codes);
       }
-      if constexpr (layout_of(F) == TQ4) {
-        std::memcpy(out + s / 2, &pair.even, std::size_t(n / 4));
-        std::memcpy(out + s / 2 + n / 4, &pair.odd, std::size_t(n / 4));
-      } else if (n == GROUP) {
-        lut.store(pair.even, pair.odd, TRELLIS ? I::step_codes(fifth) : I::natural_codes(fifth),
-                  out + s);
-      } else {
-        const auto low = std::uint32_t(pair.even), high = std::uint32_t(pair.odd);
-        for (int i = 0; i < n; ++i) {  // bytes of four values of each quarter
-          const std::uint32_t nibble = (i / 4 % 2 ? high : low) >> (i % 4 * 8 + i / 8 * 4) & 15;
-          const int at = TRELLIS ? i % 4 * 4 + i / 4 : i;
-          out[s + i] = std::uint8_t(book.byte[nibble | (fifth >> at & 1) << 4]);
-        }
+      std::memcpy(out + s / 2, &pair.even, std::size_t(n / 4));
+      std::memcpy(out + s / 2 + n / 4, &pair.odd, std::size_t(n / 4));
+      if constexpr (layout_of(F) == FIVE) {
+        fifth = fifth_bits<F>(fifth, n);
+        std::memcpy(out + dim / 2 + s / 8, &fifth, 4);
       }
     }
-    const std::uint16_t half = TRELLIS ? book.units->half[*end] : load_u16(end);
+    const std::uint16_t half = has_trellis(F) ? book.units->half[*end] : load_u16(end);
     std::memcpy(out + row_bytes(layout_of(F), dim) - 2, &half, 2);
   }
 }
@@ -1357,8 +1402,9 @@ constexpr void add_trellis(Kernels& k) {
 // -----------------------------------------------------------------------------------
 
 // Formats that have attention kernels of their own.
-using Layouts = std::integer_sequence<int, F16, BF16, FP8_E4M3, Q8_0, Q4_0, TBQ4_0, TBQ3_0,
-                                      Q4_POLAR, Q4_POLAR_RES, TBQ3_TCQ, QJL1_256, TQ4, TQ3, TQ8>;
+using Layouts =
+    std::integer_sequence<int, F16, BF16, FP8_E4M3, Q8_0, Q4_0, TBQ4_0, TBQ3_0, Q4_POLAR,
+                          Q4_POLAR_RES, TBQ3_TCQ, QJL1_256, TQ4, TQ3, TQ8, FIVE>;
 
 // Sets of 4 lanes have no use for the special ones.
 template <class I, int MR, int F>
@@ -1389,7 +1435,7 @@ constexpr void add_layout(Kernels& k) {
       k.encode[F] = encode_blocks<I, F>;
     else if constexpr (F == TQ8)
       k.encode[F] = encode_bytes<I>;
-    else
+    else if constexpr (F != FIVE)
       k.encode[F] = encode_row<I, F>;
   }
   if constexpr (wide(F))

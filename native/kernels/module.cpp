@@ -221,21 +221,25 @@ void set_book(const std::string& format, const std::vector<float>& values,
   finish_book(fmt, book);
 }
 
-// Bits of taps and offsets as Trellis has them; the format's book has been set.
+// Bit j of a set of taps stands for the path's bit j steps ago; the format's book has been set.
 void set_trellis(const std::string& format, int states, std::uint32_t taps0, std::uint32_t taps1,
                  const std::vector<int>& offsets) {
   const int fmt = format_index(format);
   Book& book = constants.book[fmt];
   const std::uint32_t window = std::uint32_t(2 * states - 1);
   if (!has_trellis(fmt) || book.count != 2 << code_bits(fmt) || offsets.empty() ||
-      offsets.size() > 16 || (states != 8 && states != MAX_STATES) || ((taps0 | taps1) & ~window))
+      offsets.size() > 16 || (states != 8 && states != MAX_STATES) || ((taps0 | taps1) & ~window) ||
+      taps0 == 0 || taps1 == 0)
     throw std::invalid_argument("bad trellis");
   Trellis& trellis = constants.trellis[fmt];
   trellis = Trellis{};
   trellis.states = states;
   trellis.start_bytes = start_bytes(fmt);
-  trellis.taps[0] = taps0;
-  trellis.taps[1] = taps1;
+  const std::uint32_t sets[2] = {taps0, taps1};
+  for (int bit = 0; bit < 2; ++bit) {
+    for (int j = 0; sets[bit] >> j; ++j)
+      if (sets[bit] >> j & 1) trellis.tap[bit][trellis.n_taps[bit]++] = j;
+  }
   trellis.n_offsets = int(offsets.size());
   std::copy(offsets.begin(), offsets.end(), trellis.offset);
   for (int i = 0; i < book.count; ++i) {  // entries are integers, so midpoints are exact
