@@ -101,6 +101,21 @@ def test_decode_is_exact(backend, name, dim):
     np.testing.assert_array_equal(got, f.decode(blocks))
 
 
+@pytest.mark.parametrize("dim", [16, 48, 64, 80, 112, 144, 192, 208, 256])
+@pytest.mark.parametrize(
+    "name", ["tq8", "tq5", "tq2", "tcq4", "tcq4_64", "tcq3", "tcq3_64", "tcq2", "tcq2_64"]
+)
+def test_rows_of_any_codes(backend, name, dim):
+    """Rows that no encoder wrote, at widths that end in every kind of remainder."""
+    f = formats.get(name)
+    blocks = np.random.default_rng(dim).integers(0, 256, (30, 1, f.row_bytes(dim)), np.uint8)
+    blocks[..., -1] &= 0x3F  # finite halves, units of one byte below 2^-12
+    got = backend.decode(f, blocks)
+    np.testing.assert_array_equal(got, f.decode(blocks))
+    q = gaussian(dim, 2, 2, dim)
+    assert nmse(backend.scores(f, q, blocks), REFERENCE.scores64(f, q, blocks)) < SCORES[name]
+
+
 @pytest.mark.parametrize("value", ["f16", "bf16", "fp8_e4m3"])
 def test_decode_of_every_element_code(backend, value):
     f = formats.get(value)
@@ -139,7 +154,8 @@ def test_query_groups(backend, name, heads, kv_heads):
 
 @pytest.mark.parametrize(
     "name",
-    ["tq4", "tq3", "tbq3_0", "q4_0", "bf16", "q4_polar", "q4_polar_res", "qjl1_256"],
+    ["tq4", "tq3", "tbq3_0", "q4_0", "bf16", "q4_polar", "q4_polar_res", "qjl1_256"]
+    + ["tq8", "tq5", "tq2", "tcq4", "tcq2_64"],
 )
 def test_every_token_count(backend, name):
     f, value = formats.get(name), value_of(name)
@@ -235,7 +251,19 @@ def test_nothing_is_written_or_read_outside(backend):
     """Outputs inside guard bytes; inputs end at the end of their page-sized buffer."""
     from kvproof import _kernels
 
-    for name, dim in [("tq4", 80), ("tq3", 80), ("tbq3_0", 96), ("q8_0", 64), ("fp8_e4m3", 72)]:
+    for name, dim in [
+        ("tq4", 80),
+        ("tq3", 80),
+        ("tbq3_0", 96),
+        ("q8_0", 64),
+        ("fp8_e4m3", 72),
+        ("tq8", 80),
+        ("tq5", 80),
+        ("tq2", 80),
+        ("tcq4", 80),
+        ("tcq3", 64),
+        ("tcq2_64", 192),
+    ]:
         f = formats.get(name)
         x, q = gaussian(24, 33, dim), gaussian(25, 1, 2, dim)
         size = f.row_bytes(dim)
