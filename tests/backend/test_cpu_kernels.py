@@ -154,8 +154,21 @@ def test_query_groups(backend, name, heads, kv_heads):
 
 @pytest.mark.parametrize(
     "name",
-    ["tq4", "tq3", "tbq3_0", "q4_0", "bf16", "q4_polar", "q4_polar_res", "qjl1_256"]
-    + ["tq8", "tq5", "tq2", "tcq4", "tcq2_64"],
+    [
+        "tq4",
+        "tq3",
+        "tbq3_0",
+        "q4_0",
+        "bf16",
+        "q4_polar",
+        "q4_polar_res",
+        "qjl1_256",
+        "tq8",
+        "tq5",
+        "tq2",
+        "tcq4",
+        "tcq2_64",
+    ],
 )
 def test_every_token_count(backend, name):
     f, value = formats.get(name), value_of(name)
