@@ -812,43 +812,43 @@ CAPTURED: dict[tuple[str, str], Bound] = {
     ("gemma-3-270m", "q8_0"): Bound(3e-3, 1.1e-03),
     ("gemma-3-270m", "tq8"): Bound(3e-2, 1.4e-02),
     ("gemma-3-270m", "fp8_e4m3"): Bound(3e-2, 1.1e-02),
-    ("gemma-3-270m", "tq5"): Bound(5e-1, 2.3e-01),
     ("gemma-3-270m", "q4_polar"): Bound(4.0, 1.8e00),
     ("gemma-3-270m", "q4_polar_res"): Bound(2.0, 8.1e-01),
+    ("gemma-3-270m", "tq5"): Bound(7e-1, 3.3e-01),
     ("gemma-3-270m", "q4_0"): Bound(3e-1, 1.4e-01),
     ("gemma-3-270m", "q4_0_rot"): Bound(3.0, 1.1e00),
     ("gemma-3-270m", "tbq4_0"): Bound(3e-1, 1.5e-01),
     ("gemma-3-270m", "tq4"): Bound(4.0, 1.6e00),
-    ("gemma-3-270m", "tcq4"): Bound(2.0, 7.7e-01),
-    ("gemma-3-270m", "tcq4_64"): Bound(5.0, 2.2e00),
+    ("gemma-3-270m", "tcq4"): Bound(2.0, 7.6e-01),
+    ("gemma-3-270m", "tcq4_64"): Bound(9e-1, 4.1e-01),
     ("gemma-3-270m", "tbq3_0"): Bound(7e-1, 3.4e-01),
     ("gemma-3-270m", "tbq3_tcq"): Bound(6.0, 2.9e00),
     ("gemma-3-270m", "tq3"): Bound(6.0, 2.6e00),
-    ("gemma-3-270m", "tcq3"): Bound(9.0, 4.1e00),
-    ("gemma-3-270m", "tcq3_64"): Bound(3.0, 1.2e00),
+    ("gemma-3-270m", "tcq3"): Bound(4.0, 1.5e00),
+    ("gemma-3-270m", "tcq3_64"): Bound(6.0, 2.5e00),
     ("gemma-3-270m", "tq2"): Bound(9.0, 4.3e00),
-    ("gemma-3-270m", "tcq2"): Bound(7.0, 3.0e00),
-    ("gemma-3-270m", "tcq2_64"): Bound(20.0, 8.3e00),
+    ("gemma-3-270m", "tcq2"): Bound(6.0, 3.0e00),
+    ("gemma-3-270m", "tcq2_64"): Bound(20.0, 9.7e00),
     ("gemma-3-270m", "qjl1_256"): Bound(30.0, 1.1e01),
     ("smollm2-135m", "f16"): Bound(2e-6, 6.7e-07),
     ("smollm2-135m", "bf16"): Bound(3e-5, 1.4e-05),
     ("smollm2-135m", "q8_0"): Bound(7e-4, 3.5e-04),
     ("smollm2-135m", "tq8"): Bound(7e-4, 3.1e-04),
     ("smollm2-135m", "fp8_e4m3"): Bound(4e-2, 1.9e-02),
-    ("smollm2-135m", "tq5"): Bound(3e-2, 1.2e-02),
+    ("smollm2-135m", "tq5"): Bound(4e-2, 1.7e-02),
     ("smollm2-135m", "q4_0"): Bound(2e-1, 8.0e-02),
     ("smollm2-135m", "q4_0_rot"): Bound(9e-2, 4.5e-02),
     ("smollm2-135m", "tbq4_0"): Bound(7e-2, 3.3e-02),
     ("smollm2-135m", "tq4"): Bound(2e-1, 8.1e-02),
-    ("smollm2-135m", "tcq4"): Bound(2e-1, 8.6e-02),
-    ("smollm2-135m", "tcq4_64"): Bound(8e-2, 3.8e-02),
+    ("smollm2-135m", "tcq4"): Bound(2e-1, 8.4e-02),
+    ("smollm2-135m", "tcq4_64"): Bound(2e-1, 8.4e-02),
     ("smollm2-135m", "tbq3_0"): Bound(4e-1, 1.8e-01),
     ("smollm2-135m", "tq3"): Bound(5e-1, 2.1e-01),
-    ("smollm2-135m", "tcq3"): Bound(6e-1, 2.8e-01),
-    ("smollm2-135m", "tcq3_64"): Bound(7e-1, 3.2e-01),
+    ("smollm2-135m", "tcq3"): Bound(8e-1, 3.9e-01),
+    ("smollm2-135m", "tcq3_64"): Bound(2e-1, 9.3e-02),
     ("smollm2-135m", "tq2"): Bound(9e-1, 4.2e-01),
-    ("smollm2-135m", "tcq2"): Bound(9e-1, 4.4e-01),
-    ("smollm2-135m", "tcq2_64"): Bound(3.0, 1.1e00),
+    ("smollm2-135m", "tcq2"): Bound(1.0, 5.0e-01),
+    ("smollm2-135m", "tcq2_64"): Bound(2.0, 6.2e-01),
 }
 CAPTURED_QUERIES = 16  # the last tokens of a captured text
 CAPTURED_BYTES = 16  # tokens whose bytes are compared with the reference's
@@ -957,14 +957,22 @@ def _after_other_calls(
         exam.note("state", same, f"the same bytes after a {key}/{value} call: {same}")
 
 
+LARGEST_PROMISE = 0.5  # relative error of keys beyond which attention outputs promise nothing
+
+
 def _true_attention(exam: Examination, case: Case, arrays: Arrays, got: NDArray[Any]) -> None:
     """Output against attention on the float vectors, to the accuracy that the formats promise.
 
     Errors of values average as the values do, and a relative error of the scores moves the output
     by about as much times their variance: with arguments up to 6, 1.3 to 1.9 times the sum of both
     relative errors was observed for all formats.
+
+    A sketch (qjl1_256) promises scores that are right on average and each off by as much as a score
+    is large: what a softmax makes of them has no bound, so its truth rests on `_true_scores`.
     """
     key, value = pair(case)
+    if TRUTH[key.name][1] > LARGEST_PROMISE:
+        return
     want = attend(case, true_scores(arrays.q, arrays.k), arrays.v, arrays.offsets)
     error = nmse(got, want)
     limit = 4.0 * (TRUTH[key.name][1] + TRUTH[value.name][1])
