@@ -199,7 +199,7 @@ void encode_wide(float* x, int dim, const Book& book, std::uint8_t* out, Counts&
           put_bits(out + 2, 6 + 3 * t, path[t] >> 6);
           value[t] = book.wide_trellis->value[path[t]];
         }
-        norm = float(double(norm) / __builtin_sqrt(sum_of_squares(value, WIDE)));
+        norm /= float(__builtin_sqrt(sum_of_squares(value, WIDE)));
       } else {
         alignas(64) std::uint8_t codes[WIDE];
         hadamard<I>(x, WIDE);

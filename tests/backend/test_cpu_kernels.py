@@ -141,7 +141,8 @@ def test_scores_and_attention(backend, name, dim):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (9, 3), (7, 1), (28, 4), (40, 1)])
 @pytest.mark.parametrize(
-    "name", ["tq4", "tbq4_0", "q8_0", "f16", "q4_polar", "q4_polar_res", "qjl1_256"]
+    "name",
+    ["tq4", "tbq4_0", "q8_0", "f16", "q4_polar", "q4_polar_res", "tbq3_tcq", "qjl1_256"],
 )
 def test_query_groups(backend, name, heads, kv_heads):
     f, value, dim = formats.get(name), value_of(name), narrow(name)
@@ -162,6 +163,7 @@ def test_query_groups(backend, name, heads, kv_heads):
         "bf16",
         "q4_polar",
         "q4_polar_res",
+        "tbq3_tcq",
         "qjl1_256",
         "tq8",
         "tq5",
