@@ -99,13 +99,14 @@ def study(args: argparse.Namespace, arms: tuple[str, ...], first: int, window: i
     floors = []
     for i, ids in enumerate(windows):
         figures, noise = compare_window(
-            model, ids, list(names), backend="cpu", chunk=128, floor=True, first_position=first
-        )
+            model, ids, list(names), backend="cpu", chunk=128, floor=not floors,
+            first_position=first,
+        )  # fmt: skip
         for pair, figure in figures.items():
             if isinstance(figure, str):
                 sys.exit(f"{names[pair]}: {figure}")
             found[pair].append(figure)
-        floors.append(noise)
+        floors += [noise] if noise else []
         passed = time.monotonic() - clock
         print(f"window {i + 1} of {len(windows)}, {passed:.0f} s", file=sys.stderr, flush=True)
     report(args, path, names, found, floors, first, window, started)
@@ -126,7 +127,7 @@ def report(
     about = About("cpu", be.digest(), model_digest(path), args.model, env)
     floor = float(np.concatenate([f.kld for f in floors]).mean())
     print(f"\n{args.model}, {window} tokens from position {first}, "
-          f"{len(floors)} windows, floor {floor:.6f}")  # fmt: skip
+          f"{len(found[next(iter(names))])} windows, floor {floor:.6f}")  # fmt: skip
     print(f"{'arm':32s} {'KLD [95 %]':>26s} {'ratio to first [95 %]':>24s} {'same top':>8s}")
     base = None
     records = []

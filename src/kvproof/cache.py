@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvproof import backends, segments
-from kvproof.conditioner import as_half
+from kvproof.conditioner import as_half, page_turn, turned
 from kvproof.errors import RequestError
 from kvproof.formats import Format
 from kvproof.formats import get as get_format
@@ -55,7 +55,8 @@ class LayerCache:
     beyond them saturate.
 
     `sinks`: how many of the first tokens are kept in f16, apart from the coded rows.
-    `first_position`: position in the text of the first token, for means that turn with it.
+    `first_position`: position in the text of the first token, for means that turn with it;
+    `turns`: where layers with such means find each other's, by frequencies.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class LayerCache:
         conditioner: Conditioner | None = None,
         sinks: int = 0,
         first_position: int = 0,
+        turns: dict[bytes, PageTurns] | None = None,
     ) -> None:
         self.geometry = layer
         self.index = layer.index
@@ -98,7 +100,13 @@ class LayerCache:
             self._kernels["attention_sinks"] = backend.kernel("attention", f16, layer.head_dim_k)
         self._means: PageMeans | None = None
         if conditioner is not None:
-            self._means = PageMeans(conditioner, layer, backend, first_position + sinks)
+            self._means = PageMeans(
+                conditioner,
+                layer,
+                backend,
+                first_position + sinks,
+                {} if turns is None else turns,
+            )
 
     @property
     def cached(self) -> int:
@@ -122,7 +130,8 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the live buffers as allocated, scales, means and sinks included."""
+        """Bytes of the live buffers as allocated, scales, means and sinks included; turns that
+        layers share are counted by KVCache."""
         scales = sum(s.nbytes for s in (self.k_scale, self.v_scale) if s is not None)
         rows = sum(x.nbytes for x in (self._k, self._v, *self._sinks))
         return rows + scales + (self._means.nbytes if self._means else 0)
@@ -413,16 +422,70 @@ class LayerCache:
         return np.where(usable, peak / np.float32(_FP8_MAX), 1).astype(np.float32)
 
 
+class PageTurns:
+    """How far rotary pairs have turned at every page of coded rows, for all heads and layers of the
+    same frequencies.
+
+    Held as rows of float16, (cos, sin, 1 ...) of the page's average turn: what turned means add to
+    scores is then a score of these rows (`PageMeans.offsets`), and no layer needs means of its own.
+    """
+
+    def __init__(self, inv_freq: NDArray[np.float64], dim: int, page: int, position: int) -> None:
+        self.inv_freq, self.page, self.position = inv_freq, page, position
+        self.first = self._count = 0
+        self._rows = np.empty((0, dim), np.float16)
+        self._needed: dict[int, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as allocated."""
+        return self._rows.nbytes
+
+    def rows(self, layer: int, first: int, end: int) -> NDArray[np.float16]:
+        """Rows `[end - first, head_dim]` of pages first to end - 1. A layer needs no page before
+        the first that it asks for, until it begins anew."""
+        self._needed[layer] = first
+        if first < self.first:
+            self.first = self._count = 0
+        least = min(self._needed.values())
+        if least - self.first > 64:  # rows move once in so many pages
+            self._rows[: self._count - (least - self.first)] = self._rows[
+                least - self.first : self._count
+            ].copy()
+            self._count -= least - self.first
+            self.first = least
+        m, count = len(self.inv_freq), end - self.first
+        if count > len(self._rows):
+            room = max(count, len(self._rows) * 5 // 4 + 8)
+            grown = np.empty((room, self._rows.shape[1]), np.float16)
+            grown[: self._count] = self._rows[: self._count]
+            self._rows = grown
+        for i in range(self._count, count):
+            at = self.position + (self.first + i) * self.page
+            cos, sin = page_turn(self.inv_freq, at, self.page)
+            self._rows[i, :m], self._rows[i, m : 2 * m], self._rows[i, 2 * m :] = cos, sin, 1
+        self._count = max(self._count, count)
+        return self._rows[first - self.first : count]
+
+
 class PageMeans:
-    """The means of one layer's keys by page of coded rows, held in float16 (`[num_kv_heads, pages,
-    2 * head_dim]` bytes, the layout of f16 keys: what they add to scores is a score).
+    """The means of one layer's keys by page of coded rows.
+
+    Means that turn with the position follow from `PageTurns`, which layers share. Others are held
+    in float16 (`[num_kv_heads, pages, 2 * head_dim]` bytes, the layout of f16 keys: what they add
+    to scores is a score).
 
     `page` is None where one mean serves all rows. `follows`: a page's mean is that of the page
     before, so it is known once that page is complete. `first`: index of the first page held.
     """
 
     def __init__(
-        self, conditioner: Conditioner, layer: LayerGeometry, backend: Backend, position: int
+        self,
+        conditioner: Conditioner,
+        layer: LayerGeometry,
+        backend: Backend,
+        position: int,
+        turns: dict[bytes, PageTurns],
     ) -> None:
         self.kind = conditioner.kind
         self.follows = self.kind == "previous"
@@ -431,6 +494,7 @@ class PageMeans:
             # A page must still be held when its last row comes.
             self.page = min(conditioner.page, layer.window)
         self.calibrated = conditioner.tokens > 0
+        self.index = layer.index
         self.layer = conditioner.layers[layer.index]
         self.backend = backend
         self.position = position  # of the first coded row
@@ -439,17 +503,25 @@ class PageMeans:
         self._held: Blocks = np.empty(
             (layer.num_kv_heads, 0, self._f16.row_bytes(layer.head_dim_k)), np.uint8
         )
+        self._turns: PageTurns | None = None
+        if self.kind == "rope":
+            inv_freq, dim = self.layer.inv_freq, layer.head_dim_k
+            self._turns = turns.setdefault(
+                inv_freq.tobytes() + dim.to_bytes(4, "little"),
+                PageTurns(inv_freq, dim, conditioner.page, position),
+            )
 
     @property
     def nbytes(self) -> int:
-        """Bytes as allocated, the layer's own mean and scale included."""
+        """Bytes as allocated, the layer's own mean and scale included, shared turns not."""
         layer = self.layer
         return self._held.nbytes + layer.mean.nbytes + layer.scale.nbytes + layer.inv_freq.nbytes
 
     @property
     def used_bytes(self) -> int:
         """The same for the pages in use."""
-        return self.nbytes - self._held.nbytes + self._held[:, : self._count].nbytes
+        held = self._held[:, : 0 if self._turns else self._count]
+        return self.nbytes - self._held.nbytes + held.nbytes
 
     def room(self, row: int) -> int:
         """Rows from `row` on that fit in its page."""
@@ -460,20 +532,35 @@ class PageMeans:
         """(key - mean) / scale of keys `[n, num_kv_heads, head_dim]`, the first being coded row
         `row`; values beyond float32 become its largest."""
         page = self.page or _NO_PAGE
-        while (self.first + self._count) * page < row + len(keys):
-            at = self.position + (self.first + self._count) * page
+        pages = np.arange(row, row + len(keys)) // page - self.first
+        if self._turns is None:
+            self._learn(keys, int(pages[-1]) + 1)
+            held = np.ascontiguousarray(self._held.transpose(1, 0, 2)[pages]).view(np.float16)
+            means = held.astype(np.float32)
+        else:
+            self._count = max(self._count, int(pages[-1]) + 1)
+            m = len(self._turns.inv_freq)
+            turns = self._turned()[pages[0] :].astype(np.float32)[pages - pages[0], None]
+            means = turned(self.layer.mean, turns[..., :m], turns[..., m : 2 * m])
+        with np.errstate(over="ignore"):
+            ready = (keys - means) / self.layer.scale
+        clipped: NDArray[np.float32] = np.clip(ready, -_F32_MAX, _F32_MAX, dtype=np.float32)
+        return clipped
+
+    def _learn(self, keys: NDArray[np.float32], count: int) -> None:
+        """Have the means of the first `count` pages held."""
+        while self._count < count:
             if self.follows and self.first + self._count:
                 raise RuntimeError(f"the mean of page {self.first + self._count} is not known yet")
             if self.follows and not self.calibrated:  # the first key is near the mean of the next
                 self._add(as_half(keys[0]))
             else:
-                self._add(self.layer.page_mean(self.kind, at, page))
-        pages = np.arange(row, row + len(keys)) // page - self.first
-        means = np.ascontiguousarray(self._held.transpose(1, 0, 2)[pages]).view(np.float16)
-        with np.errstate(over="ignore"):
-            ready = (keys - means.astype(np.float32)) / self.layer.scale
-        clipped: NDArray[np.float32] = np.clip(ready, -_F32_MAX, _F32_MAX, dtype=np.float32)
-        return clipped
+                at = self.position + (self.first + self._count) * (self.page or _NO_PAGE)
+                self._add(as_half(self.layer.page_mean(self.kind, at, self.page or 1)))
+
+    def _turned(self) -> NDArray[np.float16]:
+        assert self._turns is not None
+        return self._turns.rows(self.index, self.first, self.first + self._count)
 
     def follow(self, decoded: NDArray[np.float32], row: int) -> None:
         """Learn the mean of the page that ends after `row`, from its decoded rows `[page,
@@ -490,7 +577,18 @@ class PageMeans:
 
     def offsets(self, q: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
         """What every page's mean adds to the scaled scores, `[n, num_heads, pages]`."""
-        held = self._held[:, : self._count].transpose(1, 0, 2)
+        if self._turns is None:
+            held = self._held[:, : self._count].transpose(1, 0, 2)
+        else:
+            # q . (mean turned by a) = cos a (q . mean) + sin a (q . mean turned by a quarter), a
+            # pair at a time; channels that do not turn have a row value of 1.
+            m = len(self._turns.inv_freq)
+            mean = np.repeat(self.layer.mean, q.shape[1] // len(self.layer.mean), axis=0)
+            a, b = mean[:, :m], mean[:, m : 2 * m]
+            qa, qb = q[..., :m], q[..., m : 2 * m]
+            rest = q[..., 2 * m :] * mean[:, 2 * m :]
+            q = np.concatenate([qa * a + qb * b, qb * a - qa * b, rest], axis=-1)
+            held = self._turned()[:, None].view(np.uint8)
         scores: NDArray[np.float32] = self.backend.scores(self._f16, q, held)
         scores *= np.float32(scale)
         return scores
@@ -500,7 +598,10 @@ class PageMeans:
         if self.page is None:
             return
         gone = min(row // self.page - self.first, self._count)
-        if gone > 0:
+        if gone > 0 and self._turns is not None:
+            self.first += gone
+            self._count -= gone
+        elif gone > 0:
             self._held[:, : self._count - gone] = self._held[:, gone : self._count].copy()
             self.first += gone
             self._count -= gone
@@ -587,6 +688,7 @@ class KVCache:
                 + "; choose a format that fits (kvproof formats lists them)"
             )
         own: dict[int, LayerCache] = {}
+        self._turns: dict[bytes, PageTurns] = {}
         for layer in owners:
             k, v = pairs[layer.index]
             own[layer.index] = LayerCache(
@@ -597,6 +699,7 @@ class KVCache:
                 conditioner=conditioner,
                 sinks=sinks,
                 first_position=first_position,
+                turns=self._turns,
             )
         self._layers = [
             own[layer.index if layer.shares_kv_with is None else layer.shares_kv_with]
@@ -615,13 +718,15 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all live buffers as allocated; a shared cache counts once."""
-        return sum(layer.nbytes for layer in self.owners)
+        """Bytes of all live buffers as allocated; what layers share counts once."""
+        turns = sum(x.nbytes for x in self._turns.values())
+        return sum(layer.nbytes for layer in self.owners) + turns
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all rows in use."""
-        return sum(layer.used_bytes for layer in self.owners)
+        turns = sum(x.nbytes for x in self._turns.values())
+        return sum(layer.used_bytes for layer in self.owners) + turns
 
     def evict(self) -> None:
         """`LayerCache.evict` on every layer."""

@@ -62,10 +62,7 @@ def rope(
     """
     m = len(inv_freq)
     angle = np.asarray(positions, np.float64)[:, None, None] * np.asarray(inv_freq, np.float64)
-    return _turn(x, np.cos(angle), np.sin(angle), m)
-
-
-def _turn(x: NDArray[Any], cos: Any, sin: Any, m: int) -> NDArray[np.float64]:
+    cos, sin = np.cos(angle), np.sin(angle)
     out = np.array(x, np.float64)
     a, b = np.asarray(x[..., :m], np.float64), np.asarray(x[..., m : 2 * m], np.float64)
     out[..., :m] = a * cos - b * sin
@@ -109,18 +106,41 @@ class LayerCondition:
             raise RequestError("conditioner: a frequency is not within -pi and pi")
 
     def page_mean(self, kind: str, position: int, page: int) -> NDArray[np.float32]:
-        """`[num_kv_heads, head_dim]`, values that float16 holds: the mean of the keys at `position`
-        to `position + page - 1`, by `kind`."""
-        mean: NDArray[Any] = self.mean
-        if kind != "static" and len(self.inv_freq):
-            half = self.inv_freq / 2
-            sine = np.sin(half)
-            still = np.abs(sine) < 1e-12
-            # The average of `page` turns by one step each is the middle one, shortened.
-            short = np.where(still, 1.0, np.sin(page * half) / np.where(still, 1.0, page * sine))
-            angle = (position + (page - 1) / 2) * self.inv_freq
-            mean = _turn(mean, short * np.cos(angle), short * np.sin(angle), len(angle))
-        return as_half(mean)
+        """`[num_kv_heads, head_dim]`: the mean of the keys at `position` to `position + page - 1`,
+        by `kind`."""
+        if kind == "static" or not len(self.inv_freq):
+            return as_half(self.mean)
+        return turned(self.mean, *page_turn(self.inv_freq, position, page))
+
+
+def page_turn(
+    inv_freq: NDArray[np.float64], position: int, page: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """cos and sin `[m]` of rotary turns, averaged over `position` to `position + page - 1`; values
+    that float16 holds."""
+    half = inv_freq / 2
+    sine = np.sin(half)
+    still = np.abs(sine) < 1e-12
+    # The average of `page` turns by one step each is the middle one, shortened.
+    short = np.where(still, 1.0, np.sin(page * half) / np.where(still, 1.0, page * sine))
+    angle = (position + (page - 1) / 2) * inv_freq
+    return as_half(short * np.cos(angle)), as_half(short * np.sin(angle))
+
+
+def turned(
+    mean: NDArray[np.float32], cos: NDArray[np.float32], sin: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Means `[..., d]` with the pairs (j, j + m) of their first 2 m channels turned by cos and sin
+    `[..., m]`, in float32."""
+    m = cos.shape[-1]
+    a, b, rest = mean[..., :m], mean[..., m : 2 * m], mean[..., 2 * m :]
+    out: NDArray[np.float32] = np.concatenate(
+        np.broadcast_arrays(a * cos - b * sin, a * sin + b * cos), axis=-1
+    )
+    if rest.shape[-1]:
+        rest = np.broadcast_to(rest, (*out.shape[:-1], rest.shape[-1]))
+        out = np.concatenate([out, rest], axis=-1)
+    return out
 
 
 def as_half(x: NDArray[Any]) -> NDArray[np.float32]:
