@@ -124,7 +124,7 @@ class Carver {
 // Rows as the kernels of their layout read them: n tokens of a KV head from `first` on, in place or
 // repacked to `space`.
 std::ptrdiff_t repacked_stride(const Side& side) {
-  return up(int(row_bytes(layout_of(side.fmt), side.dim)), 16);
+  return up(int(row_bytes(layout_of(side.fmt), side.dim)), 32);
 }
 std::size_t repacked_bytes(const Kernels& isa, const Side& side) {
   // Fifth bits are read by 16 bytes.

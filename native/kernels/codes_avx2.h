@@ -156,101 +156,132 @@ struct CodesAvx2 {
     return {codes4_half(low).bytes, load_u32(fifth)};
   }
 
-  // Two whole groups of a row to repack.
-  struct Pair {
-    const std::uint8_t* row;
-    std::uint8_t* out;
-    int first;  // value
-  };
-
-  // Repacks the whole pairs of groups of each row, two pairs at a time; returns how many values of
-  // a row that were.
+  // Repacks the whole pairs of groups of each row; returns how many values of a row that were.
   template <int F>
   static int repack_pairs(const Rows& rows, const Book& book, std::uint8_t* out,
                           std::ptrdiff_t stride) {
-    const int pairs = rows.dim / 64;
-    Pair one{rows.base, out, 0};
-    const auto next = [&](Pair p) {
-      p.first += 64;
-      if (p.first < 64 * pairs) return p;
-      return Pair{p.row + rows.stride, p.out + stride, 0};
-    };
-    for (int left = rows.n * pairs; left > 0; left -= 2) {
-      const Pair two = left > 1 ? next(one) : one;
-      repack_two<F>(one, two, rows.dim, book);
-      one = next(two);
-    }
-    return 64 * pairs;
+    if constexpr (F == TQ5)
+      repack_fives(rows, out, stride);
+    else if constexpr (!has_trellis(F))
+      repack_codes<F, 0, 0>(rows, book, out, stride);
+    else if (book.trellis->n_taps[0] == 1 && book.trellis->n_taps[1] == 3)
+      repack_codes<F, 1, 3>(rows, book, out, stride);
+    else
+      repack_codes<F, MAX_TAPS[0], MAX_TAPS[1]>(rows, book, out, stride);
+    return rows.dim / 64 * 64;
   }
 
-  template <int F>
-  static void repack_two(const Pair& one, const Pair& two, int dim, const Book& book) {
-    if constexpr (F == TQ5) {
-      for (const Pair& p : {one, two}) {
-        const int s = p.first;
-        store_codes(p.out + s / 2, codes8(p.row + s / 2));
-        for (int g = 0; g < 8; g += 4)
-          store_fifth<F>(load_u32(p.row + dim / 2 + s / 8 + g), p.out + dim / 2 + s / 8 + g);
+  static void repack_fives(const Rows& rows, std::uint8_t* out, std::ptrdiff_t stride) {
+    const std::size_t dim = std::size_t(rows.dim);
+    const std::uint8_t* row = rows.base;
+    for (int t = 0; t < rows.n; ++t, row += rows.stride, out += stride) {
+      for (std::size_t s = 0; s + 64 <= dim; s += 64) {
+        store_codes(out + s / 2, codes8(row + s / 2));
+        for (std::size_t at = dim / 2 + s / 8; at < dim / 2 + s / 8 + 8; at += 4)
+          store_natural_fifth(load_u32(row + at), out + at);
       }
-    } else {
-      constexpr int BITS = code_bits(F);
+    }
+  }
+
+  // Four groups at a time: those of a row, then the last two of two rows.
+  template <int F, int TAPS0, int TAPS1>
+  static void repack_codes(const Rows& rows, const Book& book, std::uint8_t* out,
+                           std::ptrdiff_t stride) {
+    constexpr bool TRELLIS = has_trellis(F);
+    constexpr int BITS = code_bits(F);
+    const std::size_t dim = std::size_t(rows.dim), path_at = std::size_t(BITS - 1) * (dim / 8);
+    const std::size_t wide = dim / 128 * 128;
+    const bool stored_start = TRELLIS && book.trellis->start_bytes;
+    const Taps<TAPS0, TAPS1> taps(book);
+    const auto start = [&](const std::uint8_t* row) {  // the path's 32 bits before a row
+      return stored_start ? std::uint32_t(row[path_at + dim / 8]) << 24 : 0;
+    };
+    const std::uint8_t* row = rows.base;
+    std::uint8_t* to = out;
+    for (int t = 0; t < rows.n && wide; ++t, row += rows.stride, to += stride) {
+      __m128i last = _mm_insert_epi32(_mm_setzero_si128(), std::int32_t(start(row)), 3);
+      for (std::size_t s = 0; s < wide; s += 128) {
+        __m256i codes, subsets = _mm256_setzero_si256();
+        if constexpr (F == TCQ2)
+          codes = spread(_mm256_cvtepu32_epi64(codes4(row + s / 8).bytes));
+        else
+          codes = codes8(row + s / 4);
+        if constexpr (TRELLIS) {
+          const __m128i path = codes4(row + path_at + s / 8).bytes;
+          subsets = taps.subsets(path, _mm_alignr_epi8(path, last, 12));
+          last = path;
+        }
+        const auto [even, odd] = nibble_rows<TRELLIS>(subsets, codes);
+        store_codes(to + s / 2, _mm256_permute2x128_si256(even, odd, 0x20));
+        store_codes(to + s / 2 + 32, _mm256_permute2x128_si256(even, odd, 0x31));
+        if constexpr (BITS == 4)
+          store_half(to + dim / 2 + s / 8, step_fifths(codes4(row + dim / 4 + s / 8).bytes));
+      }
+    }
+    if (dim % 128 < 64) return;
+    row = rows.base;
+    for (int t = 0; t < rows.n; t += 2, row += 2 * rows.stride, out += 2 * stride) {
+      const std::uint8_t* const b = t + 1 < rows.n ? row + rows.stride : row;
+      std::uint8_t* const to_b = t + 1 < rows.n ? out + stride : out;
       __m256i codes, subsets = _mm256_setzero_si256();
       if constexpr (F == TCQ2)
-        codes = spread(
-            _mm256_cvtepu32_epi64(two_words(one.row + one.first / 8, two.row + two.first / 8)));
+        codes = spread(_mm256_cvtepu32_epi64(two_words(row + wide / 8, b + wide / 8)));
       else
-        codes =
-            _mm256_inserti128_si256(_mm256_castsi128_si256(codes4(one.row + one.first / 4).bytes),
-                                    codes4(two.row + two.first / 4).bytes, 1);
-      if constexpr (has_trellis(F)) {
-        const int path = (BITS - 1) * (dim / 8);
-        const __m256i window =
-            _mm256_inserti128_si256(_mm256_castsi128_si256(windows(one, path, dim, *book.trellis)),
-                                    windows(two, path, dim, *book.trellis), 1);
-        __m256i bit[2];
-        for (int i = 0; i < 2; ++i) {
-          const std::int64_t* tap = book.trellis->tap[i];
-          bit[i] = _mm256_sllv_epi64(window, _mm256_set1_epi64x(tap[0]));
-          for (int j = 1; j < book.trellis->n_taps[i]; ++j)
-            bit[i] =
-                _mm256_xor_si256(bit[i], _mm256_sllv_epi64(window, _mm256_set1_epi64x(tap[j])));
-        }
-        subsets = spread(_mm256_blend_epi32(_mm256_srli_epi64(bit[0], 32), bit[1], 0xaa));
-      } else {  // the codes are the low bits of each nibble
-        subsets = codes;
-        codes = _mm256_setzero_si256();
+        codes = _mm256_inserti128_si256(_mm256_castsi128_si256(codes4(row + wide / 4).bytes),
+                                        codes4(b + wide / 4).bytes, 1);
+      if constexpr (TRELLIS) {
+        const std::size_t at = path_at + wide / 8;
+        const __m128i path = two_words(row + at, b + at);
+        const auto before = [&](const std::uint8_t* p) {
+          return std::int32_t(wide ? load_u32(p + at - 4) : start(p));
+        };
+        subsets = taps.subsets(path, _mm_or_si128(_mm_slli_epi64(path, 32),
+                                                  _mm_set_epi32(0, before(b), 0, before(row))));
       }
-      // As nibbles() does.
-      const __m256i low = _mm256_set1_epi8(0x33);
-      const __m256i even = _mm256_or_si256(_mm256_and_si256(subsets, low),
-                                           _mm256_slli_epi16(_mm256_and_si256(codes, low), 2));
-      const __m256i odd = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(subsets, 2), low),
-                                          _mm256_andnot_si256(low, codes));
-      const __m256i first = _mm256_unpacklo_epi64(even, odd);
-      const __m256i second = _mm256_unpackhi_epi64(even, odd);
-      store_half(one.out + one.first / 2, _mm256_castsi256_si128(first));
-      store_half(one.out + one.first / 2 + 16, _mm256_castsi256_si128(second));
-      store_half(two.out + two.first / 2, _mm256_extracti128_si256(first, 1));
-      store_half(two.out + two.first / 2 + 16, _mm256_extracti128_si256(second, 1));
-      if constexpr (BITS == 4)
-        for (const Pair& p : {one, two})
-          for (int g = 0; g < 8; g += 4)
-            store_fifth<F>(load_u32(p.row + dim / 4 + p.first / 8 + g),
-                           p.out + dim / 2 + p.first / 8 + g);
+      const auto [even, odd] = nibble_rows<TRELLIS>(subsets, codes);
+      store_half(out + wide / 2, _mm256_castsi256_si128(even));
+      store_half(out + wide / 2 + 16, _mm256_castsi256_si128(odd));
+      store_half(to_b + wide / 2, _mm256_extracti128_si256(even, 1));
+      store_half(to_b + wide / 2 + 16, _mm256_extracti128_si256(odd, 1));
+      if constexpr (BITS == 4) {
+        const __m128i fifths =
+            step_fifths(two_words(row + dim / 4 + wide / 8, b + dim / 4 + wide / 8));
+        const std::size_t at = dim / 2 + wide / 8;
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out + at), fifths);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(to_b + at), _mm_unpackhi_epi64(fifths, fifths));
+      }
     }
   }
 
-  // The path's bits of two groups, each after the 32 before them.
-  static __m128i windows(const Pair& p, int path, int dim, const Trellis& trellis) {
-    const std::uint8_t* at = p.row + path + p.first / 8;
-    std::uint64_t one, two;
-    std::memcpy(&two, at, 8);
-    if (p.first)
-      std::memcpy(&one, at - 4, 8);
-    else
-      one = two << 32 | (trellis.start_bytes ? std::uint64_t(p.row[path + dim / 8]) << 24 : 0);
-    return _mm_set_epi64x(std::int64_t(two), std::int64_t(one));
-  }
+  // The two sets of taps as shifts, filled up with shifts that leave nothing.
+  template <int TAPS0, int TAPS1>
+  struct Taps {
+    __m256i low[TAPS0 + 1], high[TAPS1 + 1];
+    explicit Taps(const Book& book) {
+      const auto fill = [&](int bit, int n, __m256i* to) {
+        for (int j = 0; j < n; ++j)
+          to[j] =
+              _mm256_set1_epi64x(j < book.trellis->n_taps[bit] ? book.trellis->tap[bit][j] : 64);
+      };
+      fill(0, TAPS0, low);
+      fill(1, TAPS1, high);
+    }
+    // Subset bits of four groups, as 2-bit fields, from the path's bits and those 32 before them.
+    __m256i subsets(__m128i path, __m128i before) const {
+      const __m256i window =
+          _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi32(before, path)),
+                                  _mm_unpackhi_epi32(before, path), 1);
+      __m256i bit0 = _mm256_sllv_epi64(window, low[0]), bit1 = _mm256_sllv_epi64(window, high[0]);
+#pragma GCC unroll 8
+      for (int j = 1; j < TAPS0; ++j)
+        bit0 = _mm256_xor_si256(bit0, _mm256_sllv_epi64(window, low[j]));
+#pragma GCC unroll 8
+      for (int j = 1; j < TAPS1; ++j)
+        bit1 = _mm256_xor_si256(bit1, _mm256_sllv_epi64(window, high[j]));
+      return spread(_mm256_blend_epi32(_mm256_srli_epi64(bit0, 32), bit1, 0xaa));
+    }
+  };
+
   static __m128i two_words(const std::uint8_t* a, const std::uint8_t* b) {
     return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(a)),
                               _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b)));
@@ -266,19 +297,49 @@ struct CodesAvx2 {
     high = _mm256_or_si256(high, _mm256_srli_epi64(high, 31));
     return _mm256_unpacklo_epi64(_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high));
   }
+  // As nibbles() does: 16 bytes of groups 0 and 2, and of groups 1 and 3. Without a trellis the
+  // codes are the low bits of each nibble.
+  struct NibbleRows {
+    __m256i first, second;
+  };
+  template <bool TRELLIS>
+  static NibbleRows nibble_rows(__m256i subsets, __m256i codes) {
+    const __m256i low = _mm256_set1_epi8(0x33);
+    __m256i even, odd;
+    if constexpr (TRELLIS) {
+      even = _mm256_or_si256(_mm256_and_si256(subsets, low),
+                             _mm256_slli_epi16(_mm256_and_si256(codes, low), 2));
+      odd = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(subsets, 2), low),
+                            _mm256_andnot_si256(low, codes));
+    } else {
+      even = _mm256_and_si256(codes, low);
+      odd = _mm256_and_si256(_mm256_srli_epi16(codes, 2), low);
+    }
+    return {_mm256_unpacklo_epi64(even, odd), _mm256_unpackhi_epi64(even, odd)};
+  }
   static void store_half(std::uint8_t* p, __m128i x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x);
   }
-  // As fifth_bits() does: each byte looks at one bit, and all answers are gathered.
-  template <int F>
-  static void store_fifth(std::uint32_t bits, std::uint8_t* out) {
+  // As fifth_bits() does. By steps, nibble k of a word goes to byte k % 4; in natural order each
+  // byte looks at one bit, and all answers are gathered.
+  static __m128i step_fifths(__m128i x) {
+    const __m128i a =
+        _mm_shuffle_epi8(x, _mm_setr_epi8(0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13));
+    const __m128i b =
+        _mm_shuffle_epi8(x, _mm_setr_epi8(2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15));
+    const __m128i low = _mm_or_si128(_mm_and_si128(a, _mm_set1_epi16(0x000f)),
+                                     _mm_and_si128(_mm_srli_epi16(a, 4), _mm_set1_epi16(0x0f00)));
+    const __m128i high = _mm_or_si128(_mm_and_si128(_mm_slli_epi16(b, 4), _mm_set1_epi16(0x00f0)),
+                                      _mm_and_si128(b, _mm_set1_epi16(std::int16_t(0xf000))));
+    return _mm_or_si128(low, high);
+  }
+  static void store_natural_fifth(std::uint32_t bits, std::uint8_t* out) {
     struct Look {
       alignas(32) std::uint8_t byte[32] = {}, bit[32] = {};
       constexpr Look() {
         for (int i = 0; i < 32; ++i) {
-          const int at = F == TQ5 ? i : i % 8 * 4 + i / 8;
-          byte[fifth_bit(i)] = std::uint8_t(at / 8);
-          bit[fifth_bit(i)] = std::uint8_t(1 << at % 8);
+          byte[fifth_bit(i)] = std::uint8_t(i / 8);
+          bit[fifth_bit(i)] = std::uint8_t(1 << i % 8);
         }
       }
     };
@@ -286,8 +347,7 @@ struct CodesAvx2 {
     const auto load = [](const std::uint8_t* p) {
       return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
     };
-    const __m256i found = test(bits, load(look.byte), load(look.bit));
-    const std::int32_t word = _mm256_movemask_epi8(found);
+    const std::int32_t word = _mm256_movemask_epi8(test(bits, load(look.byte), load(look.bit)));
     std::memcpy(out, &word, 4);
   }
 

@@ -246,7 +246,7 @@ struct WideTrellis {
 constexpr int MAX_STATES = 64;
 constexpr int MAX_WALKS = 4;  // through a trellis at once
 
-constexpr int MAX_TAPS = 7;
+constexpr int MAX_TAPS[2] = {2, 5};
 
 // A trellis code: see trellis.h.
 struct Trellis {
@@ -254,7 +254,7 @@ struct Trellis {
   int start_bytes = 0;  // 1: the encoder chooses the bits before a row, and stores them
   // Steps back to the bits of the path whose XOR is bit 0 and bit 1 of the subset.
   int n_taps[2] = {};
-  std::int64_t tap[2][MAX_TAPS] = {};
+  std::int64_t tap[2][5] = {};
   int n_offsets = 0;  // units tried: bytes beside the nearest one
   int offset[16] = {};
   float entry[4][8] = {}, cut[4][8] = {};       // of each subset, ascending
