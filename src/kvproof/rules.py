@@ -114,15 +114,46 @@ TOLERANCES: dict[tuple[str, str], Bound] = {
     ("sharp", "q4_polar_res"): Bound(2e-5, 1.5e-06),
     ("sharp", "tbq3_tcq"): Bound(2e-4, 1.2e-05),
     ("sharp", "qjl1_256"): Bound(2e-5, 1.4e-06),
-}
-# Formats whose kernels are not measured yet are held to the bounds of the nearest format.
-_NEAREST = {"tq8": "q8_0", "tq5": "tq4", "tq2": "tq3", "q4_0_rot": "q4_0"}
-_NEAREST |= dict.fromkeys(("tcq4", "tcq4_64"), "tq4")
-_NEAREST |= dict.fromkeys(("tcq3", "tcq3_64", "tcq2", "tcq2_64"), "tq3")
-TOLERANCES |= {
-    (op, name): TOLERANCES[op, nearest]
-    for name, nearest in _NEAREST.items()
-    for op in ("decode", "scores", "attention", "sharp")
+    ("decode", "tq8"): Bound(3e-14, 2.2e-15),
+    ("decode", "tq5"): Bound(2e-14, 2.0e-15),
+    ("decode", "tq2"): Bound(4e-14, 3.1e-15),
+    ("decode", "q4_0_rot"): Bound(2e-14, 1.5e-15),
+    ("decode", "tcq4"): Bound(2e-14, 1.9e-15),
+    ("decode", "tcq4_64"): Bound(4e-14, 4.0e-15),
+    ("decode", "tcq3"): Bound(9e-14, 8.6e-15),
+    ("decode", "tcq3_64"): Bound(3e-14, 2.2e-15),
+    ("decode", "tcq2"): Bound(4e-14, 3.2e-15),
+    ("decode", "tcq2_64"): Bound(6e-14, 5.1e-15),
+    ("scores", "tq8"): Bound(7e-8, 6.7e-09),
+    ("scores", "tq5"): Bound(7e-8, 6.6e-09),
+    ("scores", "tq2"): Bound(9e-8, 8.2e-09),
+    ("scores", "q4_0_rot"): Bound(2e-7, 1.6e-08),
+    ("scores", "tcq4"): Bound(7e-8, 6.3e-09),
+    ("scores", "tcq4_64"): Bound(7e-8, 6.7e-09),
+    ("scores", "tcq3"): Bound(7e-8, 6.4e-09),
+    ("scores", "tcq3_64"): Bound(7e-8, 6.7e-09),
+    ("scores", "tcq2"): Bound(9e-8, 8.8e-09),
+    ("scores", "tcq2_64"): Bound(8e-8, 7.2e-09),
+    ("attention", "tq8"): Bound(8e-7, 7.7e-08),
+    ("attention", "tq5"): Bound(8e-7, 7.7e-08),
+    ("attention", "tq2"): Bound(1e-6, 9.9e-08),
+    ("attention", "q4_0_rot"): Bound(3e-6, 2.1e-07),
+    ("attention", "tcq4"): Bound(8e-7, 7.8e-08),
+    ("attention", "tcq4_64"): Bound(8e-7, 7.7e-08),
+    ("attention", "tcq3"): Bound(2e-6, 1.2e-07),
+    ("attention", "tcq3_64"): Bound(9e-7, 8.3e-08),
+    ("attention", "tcq2"): Bound(2e-6, 1.4e-07),
+    ("attention", "tcq2_64"): Bound(1e-6, 9.1e-08),
+    ("sharp", "tq8"): Bound(6e-6, 5.6e-07),
+    ("sharp", "tq5"): Bound(4e-5, 3.5e-06),
+    ("sharp", "tq2"): Bound(6e-6, 5.2e-07),
+    ("sharp", "q4_0_rot"): Bound(2e-5, 1.4e-06),
+    ("sharp", "tcq4"): Bound(9e-6, 8.9e-07),
+    ("sharp", "tcq4_64"): Bound(5e-5, 4.2e-06),
+    ("sharp", "tcq3"): Bound(3e-6, 2.5e-07),
+    ("sharp", "tcq3_64"): Bound(2e-5, 1.1e-06),
+    ("sharp", "tcq2"): Bound(1e-5, 9.4e-07),
+    ("sharp", "tcq2_64"): Bound(1e-5, 9.5e-07),
 }
 
 # Absolute error of log-sum-exps, by whether queries are multiplied as floats or as 15-bit integers;
