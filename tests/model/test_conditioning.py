@@ -1,5 +1,9 @@
 """Conditioned caches under whole models: key biases, positions far away, calibration."""
 
+import json
+import sys
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed (extra: transformers)")
@@ -9,10 +13,12 @@ from test_tiny_models import COMMON, MODELS, hf, one_thread, text  # noqa: E402,
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import kvproof  # noqa: E402
-from kvproof.conditioner import Conditioner  # noqa: E402
+from kvproof import cli  # noqa: E402
+from kvproof.conditioner import Conditioner, Origin  # noqa: E402
 from kvproof.engines.transformers import Model  # noqa: E402
 from kvproof.errors import RequestError  # noqa: E402
 from kvproof.lanes import conditioning  # noqa: E402
+from kvproof.lanes import kv as lane  # noqa: E402
 
 KINDS = ("rope", "previous", "static", "uncalibrated")
 
@@ -164,3 +170,83 @@ def test_the_default_text_is_long_and_not_the_one_of_quality():
     assert conditioning.text_digest(words) != conditioning.text_digest(default_text())
     made = Conditioner.uncalibrated(biased_geometry())
     assert not conditioning.same_text(made, None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with key biases on disk, two texts and a policy of small windows."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    at = tmp_path_factory.mktemp("biased")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    biased().save_pretrained(at / "model")
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(at / "model")
+    for seed, name in enumerate(("calibration.txt", "text.txt")):
+        (at / name).write_text(" ".join(f"w{token}" for token in text(900, seed=seed)))
+    (at / "policy.toml").write_text(
+        "[measure]\nwindow = 256\nwindows_max = 3\n[quality]\ntokens_min = 256\n"
+    )
+    return at
+
+
+def kv(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["kvproof", *map(str, arguments), "--json"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr()
+    return stop.value.code or 0, json.loads(said.out) if said.out else None, said.err
+
+
+def test_the_command_line_calibrates_measures_and_runs(folder, capsys, monkeypatch):
+    # Random weights predict no text.
+    monkeypatch.setattr(lane, "_check_baseline", lambda *_: None)
+    made = folder / "c.npz"
+    model, text_file = folder / "model", folder / "text.txt"
+    code, said, _ = kv(
+        capsys, monkeypatch, "calibrate", model, "-o", made, "--tokens", 512, "--page", 16,
+        "--text", folder / "calibration.txt",
+    )  # fmt: skip
+    assert code == 0 and said["digest"] == Conditioner.load(made).digest
+    assert (said["kind"], said["page"], said["tokens"], said["layers"]) == ("rope", 16, 512, 4)
+    quality = (
+        "quality", model, "--cache-type-k", "tq4", "--conditioner", made, "--policy",
+        folder / "policy.toml",
+    )  # fmt: skip
+    code, said, err = kv(
+        capsys, monkeypatch, *quality, "--text", text_file, "--out", folder / "out"
+    )
+    assert code == 0, err
+    assert said["sinks"] == 4 and said["notes"] == []
+    kld = {
+        bool(r["subject"].get("conditioner")): r["metrics"]["kld"]
+        for r in said["results"]
+        if r["subject"]["kind"] == "quality"
+    }
+    (effect,) = [r for r in said["results"] if r["subject"]["kind"] == "treatment"]
+    assert effect["metrics"]["ratio"] == pytest.approx(kld[True] / kld[False])
+    assert effect["metrics"]["ratio_high"] < 0.5
+    again = kv(capsys, monkeypatch, *quality, "--text", text_file, "--out", folder / "out")
+    assert {r["id"] for r in again[1]["results"]} == {r["id"] for r in said["results"]}
+    code, same, _ = kv(
+        capsys, monkeypatch, *quality, "--text", folder / "calibration.txt", "--out", folder / "own"
+    )
+    assert code == 0 and "calibrated on the very text" in same["notes"][0]
+    code, ran, _ = kv(
+        capsys, monkeypatch, "run", model, "-p", "w5 w6 w7", "-n", 4, "--cache-type-k", "tq4",
+        "--conditioner", made, "--sinks", 2,
+    )  # fmt: skip
+    assert code == 0 and ran["cache"]["sinks"] == 2
+    assert ran["cache"]["conditioner"]["digest"] == Conditioner.load(made).digest
+
+
+def test_a_conditioner_of_other_weights_is_refused(folder, capsys, monkeypatch):
+    made = calibrated(wrapped(biased()), "rope")
+    other = replace(made, origin=Origin(model_sha256="0" * 64))
+    other.save(folder / "other.npz")
+    code, _, said = kv(
+        capsys, monkeypatch, "run", folder / "model", "-p", "w5", "--conditioner",
+        folder / "other.npz",
+    )  # fmt: skip
+    assert code == 2 and "another model" in said and said.count("\n") == 1

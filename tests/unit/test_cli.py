@@ -49,6 +49,16 @@ def model(tmp_path: Path) -> str:
 
 
 BAD_REQUESTS = [
+    (["calibrate", "{model}"], "Missing option"),
+    (["calibrate", "{model}", "-o", "c.npz", "--kind", "mean"], "rope, previous, static"),
+    (["calibrate", "{model}", "-o", "{model}"], "not overwritten"),
+    (["calibrate", "{model}", "-o", "/nonexistent/c.npz"], "folder /nonexistent does not exist"),
+    (["calibrate", "{model}", "-o", "c.npz", "--tokens", "5"], "64"),
+    (["calibrate", "{model}", "-o", "c.npz", "--text", "/nonexistent.txt"], "/nonexistent.txt"),
+    (["quality", "{model}", "--conditioner", "/nonexistent.npz"], "/nonexistent.npz"),
+    (["quality", "{model}", "--conditioner", "{model}"], "not a conditioner"),
+    (["quality", "{model}", "--sinks", "-1"], "--sinks"),
+    (["run", "{model}", "-p", "x", "--conditioner", "{model}"], "not a conditioner"),
     (["inspec"], "No such command"),
     (["inspect"], "Missing argument"),
     (["inspect", "no-such-model"], "gemma-3-270m"),
