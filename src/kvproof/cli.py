@@ -858,7 +858,7 @@ def calibrate(
     json_: Json = False,
 ) -> None:
     """Learn means and scales of a model's keys from a text: better keys at no cost in bytes."""
-    from kvproof.conditioner import KINDS, PAGE, Conditioner
+    from kvproof.conditioner import KINDS, Conditioner
     from kvproof.lanes.conditioning import TEXT_NAME, calibrate_model
 
     if kind not in KINDS:
@@ -873,7 +873,7 @@ def calibrate(
             text=words.get("text"),
             tokens=tokens,
             kind=kind,
-            page=PAGE if page is None else page,
+            page=page,
             progress=tell,
         )
         made.save(out)
