@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from kvproof import models
 from kvproof.backends import Backend
 from kvproof.conditioner import (
-    PAGES,
+    PAGE,
     SINKS,
     Calibration,
     Conditioner,
@@ -151,7 +151,7 @@ def read(path: Path, text: str | None = None) -> ModelRows | None:
                 )
                 for x in layers
             }
-            Conditioner(kind, PAGES[kind], conditions)  # refuses what is no kind
+            Conditioner(kind, PAGE, conditions)  # refuses what is no kind
     except (
         OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile,
         zlib.error, RequestError,
@@ -309,7 +309,7 @@ def table(
 def _conditioned(layer: CapturedLayer, kind: str) -> CapturedLayer:
     """The layer with its keys as a conditioned cache encodes them, and queries to match."""
     rows, condition = layer.rows, layer.condition
-    means = means_of_rows(condition, kind, PAGES[kind], rows.k, rows.positions)
+    means = means_of_rows(condition, kind, PAGE, rows.k, rows.positions)
     keys = ((rows.k - means) / condition.scale).astype(np.float32)
     group = rows.q.shape[1] // rows.k.shape[1]
     queries = rows.q * np.repeat(condition.scale, group, axis=0)

@@ -853,8 +853,8 @@ def calibrate(
         str, typer.Option("--kind", help="Kind of mean: rope, previous or static.")
     ] = "rope",
     page: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that share a mean (docs/quality.md).")
-    ] = None,
+        int, typer.Option(min=1, help="Tokens that share a mean (docs/quality.md).")
+    ] = 64,
     json_: Json = False,
 ) -> None:
     """Learn means and scales of a model's keys from a text: better keys at no cost in bytes."""

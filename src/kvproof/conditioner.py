@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from kvproof.geometry import Geometry
 
 KINDS = ("rope", "previous", "static")
-# Tokens of a page. Turns of pages are shared by all layers, so pages of "rope" may be short, where
-# the mean fits best; those of "previous" hold a mean each, 16 / page bits per value of a key.
-PAGES = {"rope": 32, "previous": 64, "static": 64}
+# Tokens of a page. Shorter pages fit hardly better (docs/quality.md) and cost attention more; those
+# of "previous" also hold a mean each, 16 / page bits per value of a key.
+PAGE = 64
 # The first tokens of a text have keys unlike all others; statistics leave them out.
 SINKS = 4
 # Scales stay within this factor of a head's median: a channel that was silent in the calibration
@@ -181,7 +181,7 @@ class Conditioner:
             raise RequestError("conditioner: it has no layers")
 
     @classmethod
-    def uncalibrated(cls, geometry: Geometry, page: int = PAGES["previous"]) -> Conditioner:
+    def uncalibrated(cls, geometry: Geometry, page: int = PAGE) -> Conditioner:
         """Means of the page before and no scales: what needs no text."""
         layers = {}
         for layer in geometry.layers:
@@ -392,12 +392,12 @@ class Calibration:
     def conditioner(
         self,
         kind: str,
-        page: int | None = None,
+        page: int = PAGE,
         *,
         scaled: bool = True,
         origin: Origin | None = None,
     ) -> Conditioner:
-        """Means of `kind` over `page` tokens (None: PAGES), and scales (all 1 unless `scaled`).
+        """Means of `kind` over `page` tokens, and scales (all 1 unless `scaled`).
 
         RequestError without a row to learn from, and for "rope" where keys of a layer turn by
         position in a way that is not known.
@@ -409,7 +409,6 @@ class Calibration:
                     f"layer {index_ranges(unknown)}: keys turn by position in a way that kvproof "
                     "does not know; calibrate with --kind previous"
                 )
-        page = PAGES.get(kind, 1) if page is None else page
         layers = {i: layer.condition(kind, page, scaled) for i, layer in self._layers.items()}
         return Conditioner(kind, page, layers, origin or Origin(), self.tokens)
 

@@ -237,7 +237,7 @@ def test_conditioned_keys_are_judged_by_the_scores_of_the_original(model, runs):
     turned = captured._conditioned(layer, "rope")
     # Undone, keys are what they were; a score only loses what is the same for a page.
     means = captured.means_of_rows(
-        layer.condition, "rope", captured.PAGES["rope"], layer.rows.k, layer.rows.positions
+        layer.condition, "rope", captured.PAGE, layer.rows.k, layer.rows.positions
     )
     np.testing.assert_allclose(
         turned.rows.k * layer.condition.scale + means, layer.rows.k, atol=1e-5

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvproof.conditioner import Calibration, Conditioner, Origin
+from kvproof.conditioner import PAGE, Calibration, Conditioner, Origin
 from kvproof.errors import RequestError
 from kvproof.lanes.kv import bos_prefix, default_text, model_digest
 
@@ -74,7 +74,7 @@ def calibrate_model(
     text: str | None = None,
     tokens: int = TOKENS,
     kind: str = "rope",
-    page: int | None = None,
+    page: int = PAGE,
     progress: Callable[[str], None] | None = None,
 ) -> Conditioner:
     """Run a text through the model at `path` and make its Conditioner.
