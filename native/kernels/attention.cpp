@@ -87,9 +87,9 @@ Table key_table(const Kernels& isa, const Side& side) {
     t.largest = 1;
   }
   if (const WideTrellis* trellis = side.book->wide_trellis) {
-    t.scale = trellis->key_scale;
-    t.largest = trellis->key_largest;
-    t.pairs = trellis->key_pairs;
+    t.scale = trellis->scale;
+    t.largest = trellis->largest;
+    t.pairs = trellis->pairs;
   }
   return t;
 }
@@ -97,9 +97,9 @@ Table value_table(const Kernels& isa, const Side& side) {
   const int fmt = side.fmt;
   Table t = shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : side.book->value_side);
   if (const WideTrellis* trellis = side.book->wide_trellis) {
-    t.scale = trellis->value_scale;
-    t.largest = trellis->value_largest;
-    t.pairs = trellis->value_pairs;
+    t.scale = trellis->scale;
+    t.largest = trellis->largest;
+    t.pairs = trellis->pairs;
   }
   return t;
 }

@@ -77,19 +77,16 @@ void finish_trellis(const float* values, WideTrellis& trellis) {
     trellis.of_predecessor[s % 8][s / 8] = values[s];
     top = std::max(top, std::fabs(values[s]));
   }
-  const auto fill = [&](int largest, float& scale, int& seen, std::int32_t* pairs) {
-    scale = float(largest) / top;
-    seen = largest;
-    for (int bits = 0; bits < WideTrellis::PAIRS; ++bits) {
-      const auto entry = [&](int state) {
-        return std::int32_t(std::nearbyint(double(values[state % WideTrellis::STATES]) * scale));
-      };
-      pairs[bits] = std::int32_t(std::uint32_t(entry(bits >> 3)) << 16 |
-                                 (std::uint32_t(entry(bits)) & 0xffff));
-    }
-  };
-  fill(LARGEST_WIDE_ENTRY, trellis.key_scale, trellis.key_largest, trellis.key_pairs);
-  fill(LARGEST_VALUE_ENTRY, trellis.value_scale, trellis.value_largest, trellis.value_pairs);
+  trellis.largest = LARGEST_WIDE_ENTRY;
+  trellis.scale = float(LARGEST_WIDE_ENTRY) / top;
+  for (int bits = 0; bits < WideTrellis::PAIRS; ++bits) {
+    const auto entry = [&](int state) {
+      return std::int32_t(
+          std::nearbyint(double(values[state % WideTrellis::STATES]) * trellis.scale));
+    };
+    trellis.pairs[bits] =
+        std::int32_t(std::uint32_t(entry(bits >> 3)) << 16 | (std::uint32_t(entry(bits)) & 0xffff));
+  }
 }
 
 void finish_book(int fmt, Book& book) {

@@ -100,9 +100,12 @@ bool score_wide(const Rows& rows, const Table& table, const void* query,
   const int n = rows.n, blocks = groups_of(rows.dim) / N;
   alignas(64) std::uint16_t halves[MAX_SCALES];
   std::memset(halves + n * blocks / L * L, 0, L * sizeof *halves);
-  for (int t = 0; t < n; ++t)
-    for (int b = 0; b < blocks; ++b)
-      halves[t * blocks + b] = load_u16(rows.base + t * rows.stride + scale_at(F, b * N));
+  const std::uint8_t* scale_of = rows.base + scale_at(F, 0);
+  for (int t = 0; t < n; ++t, scale_of += rows.stride) {
+    halves[t * blocks] = load_u16(scale_of);
+    for (int b = 1; b < blocks; ++b)
+      halves[t * blocks + b] = load_u16(scale_of + b * block_bytes(F));
+  }
   const bool ok = convert_scales<I, F>(halves, n * blocks, scales);
 
   const Entries<I, F> entries(table);

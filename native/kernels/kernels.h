@@ -169,15 +169,14 @@ constexpr int block_groups(int f) { return stored_dim(f, block_values(f)) / GROU
 
 // Where the codes of group g and the scale that belongs to them start in a row of blocks.
 constexpr std::ptrdiff_t codes_at(int f, int g) {
-  const int n = block_groups(f), bits = f == Q8_0                      ? 8
-                                        : f == TBQ3_0 || f == TBQ3_TCQ ? 3
-                                        : f == QJL1_256                ? 1
-                                                                       : 4;
-  return std::ptrdiff_t(block_bytes(f)) * (g / n) + (f == QJL1_256 ? 0 : 2) +
-         g % n * (GROUP / 8) * bits;
+  const int bits = f == Q8_0 ? 8 : f == TBQ3_0 || f == TBQ3_TCQ ? 3 : f == QJL1_256 ? 1 : 4;
+  const unsigned n = unsigned(block_groups(f)), at = unsigned(g);  // unsigned divides by a shift
+  return std::ptrdiff_t(at / n) * block_bytes(f) + (f == QJL1_256 ? 0 : 2) +
+         std::ptrdiff_t(at % n) * (GROUP / 8 * bits);
 }
 constexpr std::ptrdiff_t scale_at(int f, int g) {
-  return std::ptrdiff_t(block_bytes(f)) * (g / block_groups(f)) + (f == QJL1_256 ? 32 : 0);
+  return std::ptrdiff_t(unsigned(g) / unsigned(block_groups(f))) * block_bytes(f) +
+         (f == QJL1_256 ? 32 : 0);
 }
 
 constexpr std::ptrdiff_t row_bytes(int f, int dim) {
@@ -238,9 +237,9 @@ struct WideTrellis {
   static constexpr int STATES = 512, PAIRS = 4096;
   float value[STATES];
   float of_predecessor[8][STATES / 8];  // [p][j]: value[8 * j + p]
-  float key_scale, value_scale;
-  int key_largest, value_largest;
-  std::int32_t key_pairs[PAIRS], value_pairs[PAIRS];
+  float scale;
+  int largest;
+  std::int32_t pairs[PAIRS];  // for keys and values: half of a 32 KiB L1
 };
 
 constexpr int MAX_STATES = 64;
