@@ -8,7 +8,7 @@
 // Three paths lead to a dot product, by where a format keeps its scale:
 //   row    one scale a row, integer codes:   16-bit query x 16-bit codes in int32, scaled per token
 //          (rows that are not laid out as one of tq8, tq4 and tq3 are repacked first: layout_of)
-//   block  one scale per 32 values:          the same, flushed to float every 32 values
+//   block  one scale per 32 or 128 values:   the same, flushed to float once a block or more
 //   real   float elements:                   float FMA
 //
 // Tokens of a tile are split by parity, because V is multiplied as pairs of tokens (one int16
