@@ -19,7 +19,6 @@ until `evict`. `nbytes` is the size of the buffers as allocated, `used_bytes` of
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from kvproof.conditioner import as_half, page_turn, turned
 from kvproof.errors import RequestError
 from kvproof.formats import Format
 from kvproof.formats import get as get_format
+from kvproof.formats.base import as_float32
 from kvproof.geometry import MAX_TOKENS, index_ranges
 
 if TYPE_CHECKING:
@@ -217,12 +217,14 @@ class LayerCache:
         """Attention of the last n_q tokens over the cache: q float32 `[n_q, num_heads, head_dim_k]`
         gives `[n_q, num_heads, head_dim_v]`. `scale` None is 1 / sqrt(head_dim_k)."""
         heads, dim = self.geometry.num_heads, self.geometry.head_dim_k
-        if tuple(q.shape[1:]) != (heads, dim):
+        shape = list(getattr(q, "shape", []))
+        if shape[1:] != [heads, dim]:
             raise RequestError(
-                f"layer {self.index}: queries must be [tokens, {heads}, {dim}], got {list(q.shape)}"
+                f"layer {self.index}: queries must be [tokens, {heads}, {dim}], got {shape}"
             )
-        if scale is not None and not math.isfinite(scale):
-            raise RequestError(f"layer {self.index}: scale {scale} is not finite")
+        number = isinstance(scale, (int, float, np.integer, np.floating))
+        if scale is not None and not (number and abs(scale) <= _F32_MAX):
+            raise RequestError(f"layer {self.index}: scale {scale!r} is not finite")
         n_q = q.shape[0]
         position = self.length - n_q
         if position < 0 or self._first_held > self._first_needed(position):
@@ -234,7 +236,9 @@ class LayerCache:
         if self._means is None and not sinks_seen:
             return self._attend(q, position - self._dropped - self.sinks, scale, threads)
         torch_like = hasattr(q, "detach")
-        queries = np.asarray(q.detach() if torch_like else q)
+        # NumPy has no bfloat16.
+        single = q.float() if torch_like and q.is_floating_point() else q
+        queries = as_float32(single, f"layer {self.index}: queries")
         scale = dim**-0.5 if scale is None else scale
         parts = []
         if sinks_seen:

@@ -22,6 +22,8 @@ import io
 import json
 import math
 import os
+import re
+import stat
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -48,10 +50,13 @@ SINKS = 4
 # Scales stay within this factor of a head's median: a channel that was silent in the calibration
 # text gets no scale of 1e-30, and its first sound no code of its own.
 SCALE_RANGE = 100.0
+# Queries are multiplied by scales: beyond this, ordinary ones would leave float32.
+LARGEST_SCALE = 1e9
 FILE_VERSION = 1
 MAX_FILE_BYTES = 1 << 28
 
 _F16_MAX = 65504.0
+_SHA256 = re.compile("([0-9a-f]{64})?")
 
 
 def rope(
@@ -77,8 +82,9 @@ class LayerCondition:
     """What is done to the keys of one layer.
 
     `mean` and `scale` float32 `[num_kv_heads, head_dim]`: the mean before the rotary turn ("rope",
-    "previous") or as cached ("static"), and the positive divisor of every channel. `inv_freq`
-    float64 `[m]`: frequencies of the rotary pairs (j, j + m); empty where keys do not turn.
+    "previous") or as cached ("static"), and the divisor of every channel, from 1e-9 to 1e9.
+    `inv_freq` float64 `[m]`: frequencies of the rotary pairs (j, j + m); empty where keys do not
+    turn.
     """
 
     mean: NDArray[np.float32]
@@ -98,8 +104,12 @@ class LayerCondition:
                 "conditioner: mean and scale must be float32 and inv_freq float64, not "
                 f"{mean.dtype}, {scale.dtype}, {turns.dtype}"
             )
-        if not np.isfinite(mean).all() or not (np.isfinite(scale) & (scale > 0)).all():
-            raise RequestError("conditioner: means must be finite and scales finite and positive")
+        if not np.isfinite(mean).all():
+            raise RequestError("conditioner: means must be finite")
+        if not ((scale >= 1 / LARGEST_SCALE) & (scale <= LARGEST_SCALE)).all():
+            raise RequestError(
+                f"conditioner: scales must be from {1 / LARGEST_SCALE:g} to {LARGEST_SCALE:g}"
+            )
         if turns.ndim != 1 or 2 * len(turns) > mean.shape[1]:
             raise RequestError(
                 f"conditioner: {turns.shape} frequencies do not fit a head_dim of {mean.shape[1]}"
@@ -159,6 +169,12 @@ class Origin:
     text_sha256: str = ""
     made_by: str = ""
 
+    def __post_init__(self) -> None:
+        if not all(isinstance(x, str) for x in asdict(self).values()):
+            raise RequestError("conditioner: its origin is not text")
+        if not all(map(_SHA256.fullmatch, (self.model_sha256, self.text_sha256))):
+            raise RequestError("conditioner: its origin has no SHA-256 of model or text")
+
 
 @dataclass(frozen=True, eq=False)
 class Conditioner:
@@ -174,11 +190,17 @@ class Conditioner:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise RequestError(f"conditioner: kind {self.kind!r} is none of {', '.join(KINDS)}")
+            raise RequestError(
+                f"conditioner: kind {str(self.kind)[:40]!r} is none of {', '.join(KINDS)}"
+            )
         if type(self.page) is not int or not 1 <= self.page <= 1 << 20:
             raise RequestError(f"conditioner: page {self.page!r} is not from 1 to {1 << 20} tokens")
         if not self.layers:
             raise RequestError("conditioner: it has no layers")
+        if not all(type(index) is int and index >= 0 for index in self.layers):
+            raise RequestError("conditioner: layers are known by whole numbers from 0")
+        if type(self.tokens) is not int or self.tokens < 0:
+            raise RequestError(f"conditioner: {self.tokens!r} tokens are no count")
 
     @classmethod
     def uncalibrated(cls, geometry: Geometry, page: int = PAGE) -> Conditioner:
@@ -231,8 +253,9 @@ class Conditioner:
                 members[f"{name}.npy"] = raw.getvalue()
         try:
             handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        except OSError as error:
-            raise RequestError(f"{path}: cannot be written ({error.strerror})") from error
+        except (OSError, ValueError) as error:  # ValueError: no name of a file
+            reason = getattr(error, "strerror", None) or error
+            raise RequestError(f"{path}: cannot be written ({reason})") from error
         try:
             with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
                 for member, data in members.items():
@@ -248,7 +271,7 @@ class Conditioner:
     @classmethod
     def check_target(cls, path: Path) -> None:
         """RequestError unless `path` is free or holds a conditioner that a new one may replace."""
-        if path.exists() or path.is_symlink():
+        if os.path.lexists(path):
             try:
                 cls.load(path)
             except RequestError as error:
@@ -256,7 +279,7 @@ class Conditioner:
                     f"{path}: exists and is no conditioner, so it is not overwritten; name another "
                     "file"
                 ) from error
-        if not path.parent.is_dir():
+        if not os.path.isdir(path.parent):  # noqa: PTH112 (is_dir raises for a name too long)
             raise RequestError(f"{path}: the folder {path.parent} does not exist")
 
     @classmethod
@@ -270,8 +293,12 @@ class Conditioner:
         than the one with `geometry` and `model_sha256`."""
         path = Path(path)
         try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise RequestError(f"{path}: too large for a conditioner")
+            status = path.stat()
+            # Devices and pipes have no size and may never end.
+            if not stat.S_ISREG(status.st_mode):
+                raise RequestError("is no file")
+            if status.st_size > MAX_FILE_BYTES:
+                raise RequestError("too large for a conditioner")
             with zipfile.ZipFile(path) as archive:
                 found = cls._from_members(_members(archive))
         except OSError as error:
@@ -310,10 +337,6 @@ class Conditioner:
         if version != FILE_VERSION:
             raise ValueError("version")
         origin = Origin(**about["origin"])
-        if not all(isinstance(x, str) for x in asdict(origin).values()):
-            raise ValueError("origin")
-        if type(about["tokens"]) is not int or about["tokens"] < 0:
-            raise ValueError("tokens")
         layers = {}
         for index in about["layers"]:
             arrays = [_array(members[f"{index}.{name}.npy"]) for name in _ARRAYS]
@@ -341,6 +364,9 @@ _ARRAYS = ("mean", "scale", "inv_freq")
 def _members(archive: zipfile.ZipFile) -> dict[str, bytes]:
     """Contents by name; ValueError beyond what a conditioner can take up unpacked."""
     infos = archive.infolist()
+    # `save` compresses nothing, so damage cannot reach a decompressor.
+    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+        raise ValueError("compressed")
     if sum(info.file_size for info in infos) > MAX_FILE_BYTES:
         raise ValueError("too large")
     return {info.filename: archive.read(info) for info in infos}

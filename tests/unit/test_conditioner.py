@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import zipfile
 from types import SimpleNamespace
 
@@ -434,6 +435,12 @@ def npy(array):
         lambda m: m.update({"about.json": m["about.json"].replace(b'"page": 8', b'"page": 0')}),
         lambda m: m.update({"about.json": m["about.json"].replace(b'r": 1', b'r": 2')}),
         lambda m: m.update({"about.json": m["about.json"].replace(b"[0]", b"[[0]]")}),
+        lambda m: m.update({"about.json": m["about.json"].replace(b"[0]", b"[-1]")}),
+        lambda m: m.update(
+            {"about.json": m["about.json"].replace(b'model_sha256": "', b'model_sha256": "\\n')}
+        ),
+        lambda m: m.update({"0.scale.npy": npy(np.full((2, 64), 1e30, np.float32))}),
+        lambda m: m.update({"0.scale.npy": npy(np.full((2, 64), 1e-30, np.float32))}),
     ],
 )
 def test_damaged_files_are_refused_in_one_line(tmp_path, change):
@@ -460,6 +467,31 @@ def test_cut_or_flipped_files_are_refused(tmp_path):
             assert Conditioner.load(path).digest == made.digest
     with pytest.raises(RequestError, match="cannot be read"):
         Conditioner.load(tmp_path / "absent.npz")
+
+
+def test_damage_never_reaches_a_decompressor(tmp_path):
+    path = tmp_path / "c.npz"
+    conditioner("rope", 8).save(path)
+    raw = path.read_bytes()
+    at = raw.index(b"PK\x01\x02") + 10  # how the first member is compressed: "not"
+    for method in (8, 12, 14, 99):
+        path.write_bytes(raw[:at] + bytes([method]) + raw[at + 1 :])
+        with pytest.raises(RequestError, match="not a conditioner"):
+            Conditioner.load(path)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, "/dev/zero", tmp_path):
+        with pytest.raises(RequestError, match="is no file"):
+            Conditioner.load(path)
+        with pytest.raises(RequestError, match="not overwritten"):
+            conditioner("rope", 8).save(path)
+    for name in ("a\0b", "x" * 300, "y" * 250, "z" * 300 + "/c.npz"):
+        with pytest.raises(RequestError):
+            conditioner("rope", 8).save(tmp_path / name)
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_a_conditioner_of_another_model_is_refused(tmp_path):
@@ -522,3 +554,24 @@ def test_uncalibrated_means_help_where_keys_have_an_offset():
         got = feed(layer, q, k, v, [100])[64:]
         off.append(np.linalg.norm(got - want[64:]) / np.linalg.norm(want[64:]))
     assert off[1] < off[0] / 5
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_queries_of_any_kind_are_read_alike_with_and_without_a_condition(kind, sinks):
+    torch = pytest.importorskip("torch", reason="torch is not installed (extra: transformers)")
+    layer = cache_of(kind, 4, "cpu", sinks=sinks).layer(0)
+    q, k, v = text_rows(10, kind or "static")
+    layer.append(k, v)
+    low = torch.from_numpy(q).bfloat16()
+    want = layer.attention(low.float())
+    for same in (low, low.double(), low.float().requires_grad_()):
+        got = layer.attention(same)
+        assert isinstance(got, torch.Tensor)
+        np.testing.assert_array_equal(got, want)
+    for wrong in (q.tolist(), None, q + 1j, q > 0, q[0], np.full_like(q, np.nan)):
+        with pytest.raises(RequestError):
+            layer.attention(wrong)
+    for scale in ("x", 1j, [1], np.nan, 1e39):
+        with pytest.raises(RequestError, match="scale"):
+            layer.attention(q, scale=scale)

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from kvproof import formats
+from kvproof import backends, formats
 from kvproof.errors import RequestError
 from kvproof.fixtures import fixture_normals
 from kvproof.formats import polar, qjl, trellis512
@@ -325,7 +325,11 @@ def test_shipped_codebook() -> None:
     other = formats.tbq3_tcq(-np.asarray(f.codebook))
     assert other.identity != f.identity and other.name == f.name
     assert formats.tbq3_tcq(f.codebook) is f
-    for wrong in (np.ones(511), np.full(512, np.nan), np.zeros(512), ["x"] * 512):
+    for wrong in (
+        np.ones(511), np.full(512, np.nan), np.zeros(512), ["x"] * 512, np.full(512, 1e-40),
+        np.full(512, 1e20), np.full(512, 1e300), np.ones(512, bool), np.ones(512) + 1j,
+        [[1], [2, 3]],
+    ):  # fmt: skip
         with pytest.raises(RequestError, match="tbq3_tcq: a codebook"):
             formats.tbq3_tcq(wrong)
 
@@ -382,3 +386,11 @@ def test_groups_are_independent_and_zero_scales_decode_to_zero(name: str) -> Non
     for width in (64, 96, 192, 576):
         reason = f"{name}: head_dim {width} is not a multiple of 128"
         assert f.refuses(width, "key") == reason
+
+
+@pytest.mark.parametrize("name", [[], {}, 3, None, b"ggml", "GGML"])
+def test_names_of_any_type_are_unknown_in_one_line(name) -> None:
+    for call in (formats.get, formats.qjl1_256, backends.get):
+        with pytest.raises(RequestError, match="unknown") as caught:
+            call(name)
+        assert "\n" not in str(caught.value)

@@ -9,6 +9,7 @@ import pytest
 
 from kvproof.backends.reference import ReferenceBackend
 from kvproof.errors import RequestError
+from kvproof.formats import get
 from kvproof.segments import merge
 
 BE = ReferenceBackend()
@@ -141,7 +142,11 @@ def test_merge_of_torch_parts():
 
 def test_merge_refuses_what_does_not_fit():
     out, lse = normal(0, 3, 2, 8), normal(1, 3, 2)
-    for parts in ([], [(out, lse), (out[:2], lse[:2])], [(out, lse[:1]), (out, lse[:1])]):
+    for parts in (
+        [], [(out, lse), (out[:2], lse[:2])], [(out, lse[:1]), (out, lse[:1])], [1], [(out,)],
+        iter([(out, lse)]), [(out, None)] * 2, [(out + 1j, lse)] * 2, [(out, lse * np.nan)],
+        [(out, lse + np.inf), (out, lse)], [("a", "b")], [(out, lse, lse)],
+    ):  # fmt: skip
         with pytest.raises(RequestError, match=r"^merge: .*[a-z]"):
             merge(parts)
 
@@ -181,3 +186,43 @@ def test_wrong_requests_say_what_is_wrong(backend, message):
     with pytest.raises(RequestError, match=message) as caught:
         backend.attention(normal(0, 2, 4, 32), rows, rows, **F16, **REFUSED[message])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", list(backends()), ids=lambda b: b.name)
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int32, np.uint64])
+def test_small_integers_do_not_wrap(backend, kind):
+    q, rows = normal(1, 2, 4, 32), packed(0, 200)[1]
+    offsets = normal(2, 2, 4, 60)
+    want = backend.attention(q, rows, rows, **F16, offsets=offsets, page=7, phase=120)
+    got = backend.attention(q, rows, rows, **F16, offsets=offsets, page=kind(7), phase=kind(120))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("backend", list(backends()), ids=lambda b: b.name)
+@pytest.mark.parametrize("wrong", ["x", b"x", 1j, {}, object(), [[1], [2, 3]], [True], np.inf, 0])
+@pytest.mark.parametrize("name", ["tq4", "fp8_e4m3"])
+def test_scales_that_are_none_are_refused_in_one_line(backend, name, wrong):
+    fmt = get(name)
+    x = normal(0, 5, 2, 32)
+    rows, q = fmt.encode(x), normal(1, 2, 4, 32)
+    for call in (
+        lambda: backend.encode(fmt, x, wrong),
+        lambda: backend.decode(fmt, rows, wrong),
+        lambda: backend.scores(fmt, q, rows, wrong),
+        lambda: backend.attention(q, rows, rows, key=fmt, value=fmt, k_scale=wrong),
+        lambda: backend.attention(q, rows, rows, key=fmt, value=fmt, v_scale=wrong),
+    ):
+        with pytest.raises(RequestError, match="scale") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", list(backends()), ids=lambda b: b.name)
+def test_queries_that_are_not_finite_and_scales_beyond_float32_are_refused(backend):
+    _, rows = packed(0, 11)
+    q = normal(0, 2, 4, 32)
+    with pytest.raises(RequestError, match="not a finite number"):
+        backend.attention(q, rows, rows, **F16, scale=1e39)
+    q[1, 2, 3] = np.nan
+    with pytest.raises(RequestError, match="NaN or infinity"):
+        backend.scores(get("f16"), q, rows)

@@ -100,6 +100,8 @@ def get(name: str) -> Backend:
 
     RequestError if unknown, Refused (with the reason) if it cannot run here.
     """
+    if not isinstance(name, str):
+        raise RequestError(f"unknown backend {name!r} (known: {', '.join(known())})")
     if name in _loaded:
         return _loaded[name]
     if name not in _MODULES:

@@ -29,7 +29,7 @@ from kvproof.backends.reference import (
 from kvproof.errors import Refused, RequestError
 from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_of
-from kvproof.formats.base import cuts_below
+from kvproof.formats.base import cuts_below, scales
 from kvproof.formats.polar import CENTROIDS, CUTS, RESIDUAL_SIGNS
 from kvproof.formats.row import STARTS, TRIES
 from kvproof.formats.tcq import CODES, UNIT_CUTS, UNITS
@@ -258,6 +258,8 @@ class CpuBackend:
             return _like(q, flat)
         check_shapes(queries, keys, f.row_values(keys.shape[-1]))
         self._check("scores", f, queries.shape[2])
+        if not np.isfinite(queries).all():
+            raise RequestError("scores: q has a NaN or infinity")
         result = _output(out, (*queries.shape[:2], keys.shape[0]), np.float32, "scores")
         if result.size:
             bad = _kernels.scores(
@@ -296,7 +298,7 @@ class CpuBackend:
         head_dim_k = fk.row_values(keys.shape[-1])
         check_attention(queries, keys, values, head_dim_k, window, scale, position)
         added = None if offsets is None else _floats(offsets, "attention: offsets")
-        check_offsets(queries, len(keys), added, page, phase)
+        page, phase = check_offsets(queries, len(keys), added, page, phase)
         dim_v = fv.row_values(values.shape[-1])
         self._check("attention", fk, queries.shape[2])
         self._check("attention", fv, dim_v)
@@ -322,7 +324,7 @@ class CpuBackend:
                 queries.shape[2] ** -0.5 if scale is None else float(scale),
                 _head_scales(fk, k_scale, keys.shape[1], "k_scale"),
                 _head_scales(fv, v_scale, keys.shape[1], "v_scale"),
-                None if added is None else _last_contiguous(added), page or 1, phase, result, lse,
+                None if added is None else _last_contiguous(added), page, phase, result, lse,
             )  # fmt: skip
             _refuse_bad_row(bad, fv if side else fk, "values" if side else "keys")
         return _like(q, result) if lse is None else (_like(q, result), _like(q, lse))
@@ -411,7 +413,7 @@ def _no_scale(f: Format, scale: Any) -> bool:
         return True
     if f.scaled:
         return False
-    values = np.asarray(scale, np.float32)
+    values = scales(scale, f.name)
     if values.size != 1 or float(values.reshape(-1)[0]) != 1.0:
         raise RequestError(f"{f.name}: takes no scale (its scales are in its blocks)")
     return True
@@ -421,7 +423,7 @@ def _row_scales(f: Format, scale: Any, lead: tuple[int, ...]) -> NDArray[np.floa
     """One float32 scale per row, or None."""
     if _no_scale(f, scale):
         return None
-    factor = np.asarray(_array(scale, f"{f.name}: scale"), np.float32)
+    factor = scales(_array(scale, f"{f.name}: scale"), f.name)
     try:
         rows = np.broadcast_to(factor, lead)
     except ValueError:
@@ -436,7 +438,7 @@ def _head_scales(f: Format, scale: Any, heads: int, what: str) -> NDArray[np.flo
     """One float32 scale per KV head, or None."""
     if _no_scale(f, scale):
         return None
-    factor = np.asarray(_array(scale, what), np.float32)
+    factor = scales(_array(scale, f"{f.name}: scale"), f.name)
     if factor.shape not in ((), (1,), (heads,)):
         raise RequestError(f"{f.name}: {what} has shape {factor.shape}, needs ({heads},)")
     _check_scales(f, factor)

@@ -122,12 +122,12 @@ class ReferenceBackend:
         head_dim_k = fk.row_values(keys.shape[-1])
         check_attention(queries, keys, values, head_dim_k, window, scale, position)
         added = None if offsets is None else as_float32(offsets, "offsets")
-        check_offsets(queries, len(keys), added, page, phase)
+        page, phase = check_offsets(queries, len(keys), added, page, phase)
         n_q, heads, head_dim = queries.shape
         n_kv, kv_heads = values.shape[:2]
         scores = self.scores64(fk, queries, keys, k_scale)
         scores *= 1 / np.sqrt(head_dim) if scale is None else scale
-        if added is not None and page is not None:
+        if added is not None:
             scores += added.astype(np.float64)[:, :, (phase + np.arange(n_kv)) // page]
         seen = visible(n_q, n_kv, causal, window, position)
         scores = np.where(seen[:, None, :], scores, -np.inf)
@@ -230,28 +230,34 @@ def check_attention(
     if window is not None and not (_whole(window) and window >= 1):  # type: ignore[operator]
         raise RequestError(f"attention: window {window!r} is not a positive whole number")
     number = isinstance(scale, (int, float, np.number)) and np.isrealobj(scale)
-    if scale is not None and not (number and np.isfinite(scale)):  # type: ignore[call-overload]
+    # Kernels take it in float32.
+    if scale is not None and not (number and abs(scale) <= _F32_MAX):  # type: ignore[arg-type]
         raise RequestError(f"attention: scale {scale!r} is not a finite number")
 
 
+_F32_MAX = float(np.finfo(np.float32).max)
 LARGEST_PAGE = 2**31 - 1
 
 
 def check_offsets(
-    q: NDArray[Any], n_kv: int, offsets: NDArray[np.float32] | None, page: object, phase: object
-) -> None:
-    """RequestError naming what does not fit in the page offsets of a call of attention."""
-    if not (_whole(phase) and 0 <= phase <= LARGEST_PAGE):  # type: ignore[operator]
+    q: NDArray[Any], n_kv: int, offsets: NDArray[np.float32] | None, page: Any, phase: Any
+) -> tuple[int, int]:
+    """(page, phase) as Python integers, which do not overflow; page 1 where there are no offsets.
+
+    RequestError naming what does not fit in the page offsets of a call of attention.
+    """
+    if not (_whole(phase) and 0 <= phase <= LARGEST_PAGE):
         raise RequestError(f"attention: phase {phase!r} is not from 0 to {LARGEST_PAGE}")
     if offsets is None:
         if page is not None or phase:
             raise RequestError("attention: page and phase say where offsets go; offsets is missing")
-        return
+        return 1, 0
     if page is None:
         raise RequestError("attention: offsets need page, the number of rows that share one")
-    if not (_whole(page) and 1 <= page <= LARGEST_PAGE):  # type: ignore[operator]
+    if not (_whole(page) and 1 <= page <= LARGEST_PAGE):
         raise RequestError(f"attention: page {page!r} is not from 1 to {LARGEST_PAGE}")
-    pages = -(-(phase + n_kv) // page) if n_kv else 0  # type: ignore[operator]
+    page, phase = int(page), int(phase)
+    pages = -(-(phase + n_kv) // page) if n_kv else 0
     if offsets.ndim != 3 or offsets.shape[:2] != q.shape[:2] or offsets.shape[2] < pages:
         raise RequestError(
             f"attention: offsets {offsets.shape} must be [{q.shape[0]}, {q.shape[1]}, at least "
@@ -259,6 +265,7 @@ def check_offsets(
         )
     if not np.isfinite(offsets).all():
         raise RequestError("attention: offsets have a NaN or infinity")
+    return page, phase
 
 
 def _whole(number: object) -> bool:

@@ -61,7 +61,7 @@ def get(name: str | Format) -> Format:
     """The format called `name`; RequestError with a suggestion if there is none."""
     if isinstance(name, Format):
         return name
-    row = _ROWS.get(name)
+    row = _ROWS.get(name) if isinstance(name, str) else None
     if row is None:
         asked = str(name).lower()
         near = [n for n in _ROWS if asked and n.startswith(asked)]

@@ -199,7 +199,7 @@ class Format:
         return self.spin.inverse(x) if self.spin else x
 
     def _scaled_rows(self, rows: Any, scale: ArrayLike, lead: tuple[int, ...], divide: bool) -> Any:
-        factor = np.asarray(scale, np.float32)
+        factor = scales(scale, self.name)
         if not self.scaled:
             if factor.size != 1 or float(factor.reshape(-1)[0]) != 1.0:
                 raise RequestError(f"{self.name}: takes no scale (its scales are in its blocks)")
@@ -243,6 +243,16 @@ def as_float32(x: ArrayLike, what: str) -> Floats:
         over="ignore"
     ):  # a float64 that overflows becomes infinite and is then refused
         return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def scales(x: ArrayLike, what: str) -> Floats:
+    """A scale or an array of them as float32 of any shape; RequestError names `what` if it is
+    none."""
+    try:
+        values = np.asarray(x.detach() if hasattr(x, "detach") else x)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{what}: scale needs real numbers: {error}") from error
+    return as_float32(np.atleast_1d(values), f"{what}: scale").reshape(values.shape)
 
 
 def store_fp16(scale: Floats) -> tuple[NDArray[np.float16], int, int]:

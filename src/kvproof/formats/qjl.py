@@ -44,16 +44,20 @@ def _decode(b: Bytes) -> NDArray[np.float64]:
     return np.where(norm == 0, 0.0, signs * (norm * FACTOR))
 
 
-@lru_cache(maxsize=8)
 def qjl1_256(projection_id: str = "ggml") -> Format:
     """The sketch format with a projection: "ggml", "fixture" or "fused_fixture".
 
     RequestError for another one. Rows written with one projection are noise to another: compare
     `Format.identity`.
     """
-    if projection_id not in PROJECTIONS:
+    if not isinstance(projection_id, str) or projection_id not in PROJECTIONS:
         known = ", ".join(PROJECTIONS)
         raise RequestError(f"qjl1_256: unknown projection {projection_id!r} (known: {known})")
+    return _with(str(projection_id))
+
+
+@lru_cache(maxsize=len(PROJECTIONS))
+def _with(projection_id: str) -> Format:
     spin = projection(projection_id)
     return Format(
         "qjl1_256", GROUP, _SIGNS + 2, GROUP, frozenset({"key"}), lambda x: _encode(x, spin),

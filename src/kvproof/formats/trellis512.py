@@ -15,7 +15,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvproof.errors import RequestError
-from kvproof.formats.base import Bytes, Counters, Floats, Format, reciprocal, store_fp16, tamed
+from kvproof.formats.base import (
+    Bytes,
+    Counters,
+    Floats,
+    Format,
+    as_float32,
+    reciprocal,
+    store_fp16,
+    tamed,
+)
 from kvproof.rotation import GROUP, R128
 
 KV = frozenset({"key", "value"})
@@ -24,6 +33,7 @@ STATES, SYMBOLS = 512, 8
 NODES = STATES // SYMBOLS  # what a state leaves to the next one: its two newest symbols
 CODEBOOK_FILE = Path(__file__).with_name("tbq3_tcq_codebook.txt")
 BLOCK_BYTES = 52
+SMALLEST = 1e-15  # magnitude of a codebook's entries; the largest is 1e15
 _AT_ONCE = 128  # rows whose costs fit a processor's cache together
 
 
@@ -120,16 +130,19 @@ def tbq3_tcq(codebook: ArrayLike | None = None) -> Format:
     """The trellis format with a codebook of 512 float32 values by state (default: kvproof's own).
 
     Rows written with one codebook are noise to another: compare `Format.identity`. RequestError if
-    the codebook is not 512 finite numbers, or has a path of zeros only.
+    the codebook is not 512 finite numbers, or has entries that are zero or so small or large that
+    float32 cannot hold sums of their squares.
     """
-    try:
-        book = np.asarray(_shipped() if codebook is None else codebook, np.float32)
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"tbq3_tcq: a codebook is 512 numbers: {error}") from error
+    book = _shipped() if codebook is None else as_float32(codebook, "tbq3_tcq: a codebook")
     if book.shape != (STATES,) or not np.isfinite(book).all():
         raise RequestError(f"tbq3_tcq: a codebook is 512 finite numbers, not {book.shape}")
     if not (book != 0).all():
         raise RequestError("tbq3_tcq: a codebook has no zeros (a path of them has no norm)")
+    size = np.abs(book)
+    if size.min() < SMALLEST or size.max() > 1 / SMALLEST:
+        raise RequestError(
+            f"tbq3_tcq: a codebook has magnitudes from {SMALLEST:g} to {1 / SMALLEST:g}"
+        )
     return _with(book.astype("<f4").tobytes())
 
 
