@@ -20,14 +20,18 @@ except Refused as refused:
 ISAS = [name for name, here in isas().items() if here]
 
 
-@pytest.mark.parametrize("check", [c for c in gate.CHECKS if c != "mutants"])
+# Rows of real models are tests/model's, the wheel is test_wheel's.
+ELSEWHERE = ("mutants", "captured", "shipped")
+
+
+@pytest.mark.parametrize("check", [c for c in gate.CHECKS if c not in ELSEWHERE])
 def test_every_check_passes(check):
     have = [f.name for f in all_formats() if CPU.refuses("attention", f, 128) is None]
     results = gate.verify("cpu", checks=[check], formats=have)
     assert [(r["variant"], r["format"], r["head_dim"], r["reason"]) for r in results
             if r["outcome"] != "PASSED"] == []  # fmt: skip
     assert sum(r["outputs"] for r in results) > 1000
-    assert all(r["worst_error"] <= r["bound"] for r in results)
+    assert all(r["worst_error"] <= r["bound"] for r in results if r["bound"] is not None)
 
 
 @pytest.mark.parametrize("isa", ISAS)
