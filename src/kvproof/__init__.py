@@ -71,12 +71,12 @@ def transformers_cache(
     backend: str = "cpu",
     *,
     conditioner: Conditioner | str | Path | None = None,
-    sinks: int = 0,
+    sinks: int | None = None,
 ) -> Any:
     """A KV cache for a transformers model, holding keys and values in the named formats.
 
     `conditioner` is what `kvproof calibrate` made for this model (or its file): far better keys at
-    no cost in bytes. `sinks` first tokens are kept in f16; 4 go well with a conditioner.
+    no cost in bytes. `sinks` first tokens are kept in f16; None: 4 with a conditioner, else none.
 
     Pass it to `model.generate(..., cache=cache)` (`past_key_values=cache` before transformers
     5.24). Switches the model's attention to kvproof's. RequestError if a layer's head_dim does not

@@ -886,7 +886,7 @@ def calibrate(
         f"{out}: {made.kind} means, pages of {made.page} tokens, {len(made.layers)} layers, from "
         f"{made.tokens:,} tokens of {document['text']}\ndigest {made.digest[:12]}; use it with "
         f"--conditioner {out} (kvproof quality, kvproof run) or "
-        f'kvproof.transformers_cache(model, ..., conditioner="{out}", sinks=4)'
+        f'kvproof.transformers_cache(model, ..., conditioner="{out}")'
     )
 
 

@@ -45,7 +45,8 @@ KINDS = ("rope", "previous", "static")
 # Tokens of a page. Shorter pages fit hardly better (docs/quality.md) and cost attention more; those
 # of "previous" also hold a mean each, 16 / page bits per value of a key.
 PAGE = 64
-# The first tokens of a text have keys unlike all others; statistics leave them out.
+# The first tokens of a text have keys unlike all others: statistics leave them out, and conditioned
+# caches should keep them in f16 (as many sinks), since means and scales do not fit them.
 SINKS = 4
 # Scales stay within this factor of a head's median: a channel that was silent in the calibration
 # text gets no scale of 1e-30, and its first sound no code of its own.

@@ -146,6 +146,8 @@ def test_transformers_cache_takes_a_conditioner_or_its_file(tmp_path):
         prompt = torch.tensor([text(20)])
         texts.append(llama.generate(prompt, past_key_values=cache, **options).tolist())
     assert texts[0] == texts[1] == texts[2]
+    assert kvproof.transformers_cache(llama, conditioner=made).kv.sinks == 4
+    assert kvproof.transformers_cache(llama).kv.sinks == 0
     other = wrapped(MODELS["gemma3"]().eval())
     with pytest.raises(RequestError, match="another model"):
         other.new_cache(conditioner=Conditioner.uncalibrated(biased_geometry()))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvproof.cache import KVCache
-from kvproof.conditioner import Conditioner
+from kvproof.conditioner import SINKS, Conditioner
 from kvproof.errors import RequestError
 from kvproof.geometry import MAX_SIZE, Geometry, model_file
 from kvproof.geometry import geometry as read_geometry
@@ -174,15 +174,15 @@ def transformers_cache(
     backend: str = "cpu",
     *,
     conditioner: Conditioner | str | Path | None = None,
-    sinks: int = 0,
+    sinks: int | None = None,
 ) -> PackedCache:
     """A cache for `model.generate(..., cache=cache)` of any transformers model (past_key_values=
     before 5.24), for one sequence without padding.
 
     `conditioner` is one for this model, or the file of one (`kvproof calibrate`); `sinks` first
-    tokens are kept in f16. Switches the model to attention "kvproof"
-    (`model.set_attn_implementation("sdpa")` goes back). RequestError, before anything changes, if a
-    format does not fit a layer.
+    tokens are kept in f16 (None: 4 with a conditioner, else none). Switches the model to attention
+    "kvproof" (`model.set_attn_implementation("sdpa")` goes back). RequestError, before anything
+    changes, if a format does not fit a layer.
     """
     from kvproof.engines import packed
 
@@ -193,6 +193,8 @@ def transformers_cache(
         )
     if isinstance(conditioner, str | Path):
         conditioner = Conditioner.load(conditioner)
+    if sinks is None:
+        sinks = SINKS if conditioner else 0
     kv = KVCache(
         _config_geometry(config), key, value, backend, conditioner=conditioner, sinks=sinks
     )
