@@ -27,7 +27,9 @@ from typing import Any
 
 from kvproof.errors import RequestError
 from kvproof.evidence import Evidence, Outcome
+from kvproof.files import contents
 
+MAX_POLICY_BYTES = 1 << 20
 OBJECTIVES = ("memory", "speed", "longest-context")
 
 # What `--cache-type-k` of stock llama.cpp accepts.
@@ -113,7 +115,7 @@ class Policy:
         if path is None:
             return cls()
         try:
-            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            document = tomllib.loads(contents(Path(path), MAX_POLICY_BYTES).decode())
         except OSError as error:
             raise RequestError(f"policy {path}: cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, a number too long

@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shown  # a line stays short, whatever a file holds
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvproof.backends import Backend
 from kvproof.backends.reference import ReferenceBackend
 from kvproof.cases import Case, Floats
 from kvproof.errors import RequestError
+from kvproof.files import contents
 from kvproof.formats import Format, qjl1_256
 from kvproof.formats import get as format_named
 from kvproof.rotation import PROJECTIONS, Projection, hadamard, projection, signs_from_hex
@@ -46,6 +48,8 @@ from kvproof.rules import (
 Bytes = NDArray[np.uint8]
 
 GROUP = 128  # head_dim of every public fixture
+MAX_FIXTURE_BYTES = 1 << 28
+LARGEST = 1e30  # of a fixture's numbers: sums of their products still fit float32's range
 # NMSE of outputs of softmax against printed ones: 2.9e-13 observed, as far as float32 goes.
 PRINTED_OUTPUT = 5e-12
 
@@ -177,25 +181,27 @@ class _File:
         name = next((n for n in names if n in self.document), names[0])
         value = self.get(name)
         if type(value) is not int or not 0 < value <= 1 << 20:
-            raise self.error(name, f"is {value!r}, expected a positive whole number")
+            raise self.error(name, f"is {shown(value)}, expected a positive whole number")
         return value
 
     def flag(self, name: str, default: int | None = None) -> bool:
         value = self.document.get(name, default)
         if type(value) is not int or value not in (0, 1):
-            raise self.error(name, f"is {value!r}, expected 0 or 1")
+            raise self.error(name, f"is {shown(value)}, expected 0 or 1")
         return bool(value)
 
     def must_be(self, name: str, value: int) -> None:
         if type(self.get(name)) is not int or self.document[name] != value:
-            raise self.error(name, f"is {self.document[name]!r}, expected {value}")
+            raise self.error(name, f"is {shown(self.document[name])}, expected {value}")
 
     def floats(self, name: str, count: int) -> Float64:
         values = self._flat(name, count, (int, float))
-        out = np.array(values, np.float64)
-        if not np.isfinite(out).all():
-            raise self.error(name, "holds a NaN or infinity, expected finite numbers")
-        return out
+        # Whole numbers of JSON have no bound, numpy's do; NaN fails the comparison.
+        if not all(abs(v) <= LARGEST for v in values):
+            raise self.error(
+                name, f"holds a NaN, an infinity or a number beyond {LARGEST:g}, expected less"
+            )
+        return np.array(values, np.float64)
 
     def bytes(self, name: str, count: int) -> Bytes:
         values = self._flat(name, count, (int,))
@@ -223,7 +229,9 @@ def read(folder: Path) -> list[Fixture]:
     files, books = [], []
     for path in sorted(folder.glob("*.json")):
         try:
-            raw = path.read_bytes()
+            if not path.is_file():  # a pipe would keep its reader waiting
+                raise OSError("not a file")
+            raw = contents(path, MAX_FIXTURE_BYTES)
             document = json.loads(raw)
         except (OSError, ValueError, RecursionError) as error:
             raise RequestError(f"fixture {path}: cannot be read as JSON ({error})") from error
@@ -235,7 +243,8 @@ def read(folder: Path) -> list[Fixture]:
         elif file.get("kernel") in KERNELS:
             files.append((file, hashlib.sha256(raw).hexdigest()))
         else:
-            raise file.error("kernel", f"is {document['kernel']!r}, none of {', '.join(KERNELS)}")
+            kernel = shown(document["kernel"])
+            raise file.error("kernel", f"is {kernel}, none of {', '.join(KERNELS)}")
     if len({book.tobytes() for book in books}) > 1:
         raise RequestError(f"--fixtures {folder}: holds several trellis codebooks; leave one")
     found = []
@@ -401,8 +410,8 @@ def _fused(file: _File, book: Floats | None) -> Contents:
     ):  # fmt: skip
         file.must_be(name, number)
     scale = file.get("sm_scale")
-    if type(scale) not in (int, float) or not 0 < scale < np.inf:
-        raise file.error("sm_scale", f"is {scale!r}, expected a positive number")
+    if type(scale) not in (int, float) or not 0 < scale <= LARGEST:
+        raise file.error("sm_scale", f"is {shown(scale)}, expected a positive number")
     cases = file.get("cases")
     if not isinstance(cases, list) or not cases or not all(isinstance(c, dict) for c in cases):
         raise file.error("cases", "is not a list of at least one case")
@@ -417,7 +426,7 @@ def _fused(file: _File, book: Floats | None) -> Contents:
         if case.flag("causal", 0):
             base = case.get("q_pos_base")
             if type(base) is not int or not 0 <= base < n:
-                raise case.error("q_pos_base", f"is {base!r}, expected 0 to {n - 1}")
+                raise case.error("q_pos_base", f"is {shown(base)}, expected 0 to {n - 1}")
             visible = base + 1
         sketch = case.floats("q_sketch", heads * 2 * GROUP).reshape(heads, -1)
         key, q = _unsketched(case, sketch)

@@ -560,7 +560,9 @@ def verify_evidence(
         if check not in CHECKS:
             raise RequestError(f"--check {check}: unknown; choose from {', '.join(CHECKS)}")
     wanted = tuple(dict.fromkeys(checks)) if checks is not None else CHECKS
-    rows = [format_named(f) for f in formats] if formats is not None else list(all_formats())
+    rows = list(all_formats())
+    if formats is not None:
+        rows = [format_named(f) for f in dict.fromkeys(formats)]
     named = backend_registry.names() if backends in ("all", ["all"], ("all",)) else backends
     names = [named] if isinstance(named, str) else list(dict.fromkeys(named))
     found: dict[str, Backend] = {}

@@ -1,6 +1,7 @@
 """Public fixture files: every kind is read strictly, reproduced, and encoded again."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -238,6 +239,9 @@ WRONG = [
     ("turbo4", {"k_blocks": [1.0] * 576}, "k_blocks is not a flat list"),
     ("turbo4", {"block_bytes": 14}, "block_bytes is 14, expected 18"),
     ("turbo4", {"expected_scores": [float("nan")] * 8}, "expected_scores holds a NaN"),
+    ("turbo4", {"q": [10**400] * 128}, "q holds a NaN, an infinity or a number beyond 1e+30"),
+    ("turbo4", {"q": [1e300] * 128}, "q holds a NaN, an infinity or a number beyond 1e+30"),
+    ("turbo4", {"n_kv": 10**400}, "n_kv is 1000"),
     ("turbo4", {"expected_scores": []}, "expected_scores has 0 entries"),
     ("turbo4", {"head_dim": None}, "head_dim is None"),
     ("turbo4", {"head_dim": 64}, "head_dim is 64, expected 128"),
@@ -253,6 +257,8 @@ WRONG = [
     ("polar_preht", {"hq": [0.0] * 128}, "hq is not the Hadamard transform"),
     ("fused_attn_qjl_tbq", {"cases": []}, "cases is not a list of at least one"),
     ("fused_attn_qjl_tbq", {"sm_scale": 0}, "sm_scale is 0"),
+    ("fused_attn_qjl_tbq", {"sm_scale": 10**400}, "sm_scale is 1000"),
+    ("turbo4", {"kernel": {str(i): i for i in range(10**4)}}, "kernel is {"),
     ("fused_attn_qjl_tbq", {"v_block_bytes": 18}, "v_block_bytes is 18"),
     ("fused_attn_qjl_tbq", {"q_is_pre_projected": 0}, "q_is_pre_projected is 0"),
 ]
@@ -266,6 +272,7 @@ def test_an_inconsistent_file_is_a_wrong_request_that_names_file_and_field(
     with pytest.raises(RequestError) as error:
         fixtures.read(tmp_path)
     assert says in str(error.value) and "bad.json" in str(error.value)
+    assert len(str(error.value)) < 200 + len(str(tmp_path)) + len(", ".join(fixtures.KERNELS))
 
 
 def test_fields_inside_a_case_are_named_with_the_case(tmp_path):
@@ -283,6 +290,13 @@ def test_fields_inside_a_case_are_named_with_the_case(tmp_path):
 def test_a_file_that_is_no_fixture_is_a_wrong_request(text, tmp_path):
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(RequestError, match=r"bad.json"):
+        fixtures.read(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_among_the_fixtures_keeps_nobody_waiting(tmp_path):
+    os.mkfifo(tmp_path / "bad.json")
+    with pytest.raises(RequestError, match=r"bad.json: cannot be read as JSON \(not a file\)"):
         fixtures.read(tmp_path)
 
 

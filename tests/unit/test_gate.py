@@ -370,3 +370,10 @@ def test_kernels_of_a_source_tree_are_not_shipped(monkeypatch):
     monkeypatch.setattr(gate, "binary", lambda: ("source", "not an installed wheel"))
     (e,) = gate._shipped_records(cpu, [], lambda _: None, False)
     assert e.outcome is Outcome.NOT_RUN and not gate.row(e)["required"]
+
+
+def test_a_format_that_is_named_twice_runs_once():
+    once, twice = (gate.verify(["reference"], ["row"], formats=names) for names in (
+        ["f16"], ["f16", "f16"]
+    ))  # fmt: skip
+    assert len(twice) == len(once) > 0

@@ -239,6 +239,16 @@ def test_a_write_that_fails_leaves_no_half_record(tmp_path, monkeypatch):
     assert store.path.read_bytes() == before
 
 
+# --- files without an end -------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no /dev/zero")
+@pytest.mark.parametrize("read", [Policy.load, report.read])
+def test_a_device_without_an_end_is_refused(read):
+    with pytest.raises(RequestError, match=r"/dev/zero: cannot be read.*longer than \d+ MiB"):
+        read(Path("/dev/zero"))
+
+
 # --- policy, decision.json ------------------------------------------------------------------------
 
 HOSTILE_POLICIES = [

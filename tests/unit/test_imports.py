@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "kvproof"
 # as one module.
 ORDER = (
     "errors",
+    "files",
     "machine",
     "rotation",
     "formats",

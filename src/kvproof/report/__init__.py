@@ -18,6 +18,7 @@ from kvproof import __version__
 from kvproof.decision import BASELINE, Candidate, Policy
 from kvproof.errors import RequestError
 from kvproof.evidence import Evidence, Outcome, Store
+from kvproof.files import contents
 from kvproof.report import plots
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 DECISION, EVIDENCE, PAGE, MARKDOWN = "decision.json", "evidence.jsonl", "report.html", "report.md"
 
 # Order of the rows, and the mark that says the status where colour does not.
+MAX_DECISION_BYTES = 1 << 26
 STATUS_MARK = {
     "chosen": "★",
     "accepted": "✓",
@@ -190,7 +192,7 @@ def _misfit(value: Any, shape: Any, where: str) -> str | None:
 def read(path: Path) -> dict[str, Any]:
     """The content of a decision.json, its shape checked; RequestError says what is wrong."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(contents(path, MAX_DECISION_BYTES).decode())
     except OSError as error:
         raise RequestError(
             f"{path}: cannot be read ({error.strerror}); name a folder that `kvproof decide "
