@@ -76,7 +76,12 @@ ConditionerFile = Annotated[
 ]
 Sinks = Annotated[
     int | None,
-    typer.Option("--sinks", min=0, help="First tokens kept in f16; 4 with a conditioner, else 0."),
+    typer.Option(
+        "--sinks",
+        min=0,
+        max=4096,  # MAX_SINKS of the cache
+        help="First tokens kept in f16; 4 with a conditioner, else 0.",
+    ),
 ]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads; default: every core allowed.")
@@ -853,7 +858,7 @@ def calibrate(
         str, typer.Option("--kind", help="Kind of mean: rope, previous or static.")
     ] = "rope",
     page: Annotated[
-        int, typer.Option(min=1, help="Tokens that share a mean (docs/quality.md).")
+        int, typer.Option(min=1, max=1 << 20, help="Tokens that share a mean (docs/quality.md).")
     ] = 64,
     json_: Json = False,
 ) -> None:

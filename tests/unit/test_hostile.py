@@ -66,6 +66,14 @@ BAD_ARGUMENTS = [
     (["decide", "{model}", "--policy", "{folder}"], "cannot be read"),
     (["run", "{model}", "-p", "x", "--decision", "x", "--cache-type-k", "f16"], "leave out"),
     (["report", "{empty}"], "cannot be read"),
+    # Bounds are known before a model is loaded.
+    (["calibrate", "{model}", "-o", "c.npz", "--page", "1048577"], "--page"),
+    (["calibrate", "{model}", "-o", "c.npz", "--tokens", "63"], "--tokens"),
+    (["calibrate", "{model}", "-o", "c.npz", "--kind", ""], "--kind"),
+    (["calibrate", "{model}", "-o", "none/c.npz"], "does not exist"),
+    (["calibrate", "{model}", "-o", "{model}"], "is not overwritten"),
+    (["run", "{model}", "-p", "x", "--sinks", "4097"], "--sinks"),
+    (["quality", "{model}", "--sinks", "-1"], "--sinks"),
 ]
 
 
