@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvproof import backends, segments
-from kvproof.conditioner import as_half, page_turn, turned
+from kvproof.conditioner import Conditioner, as_half, page_turn, turned
 from kvproof.errors import RequestError
 from kvproof.formats import Format
 from kvproof.formats import get as get_format
@@ -36,7 +36,6 @@ from kvproof.geometry import MAX_TOKENS, index_ranges
 
 if TYPE_CHECKING:
     from kvproof.backends import Backend
-    from kvproof.conditioner import Conditioner
     from kvproof.geometry import Geometry, LayerGeometry
 
 Blocks = NDArray[np.uint8]
@@ -575,7 +574,7 @@ class PageMeans:
     def fold(self, q: NDArray[np.float32]) -> NDArray[np.float32]:
         """Queries `[n, num_heads, head_dim]` for conditioned keys."""
         kv_heads, dim = self.layer.scale.shape
-        grouped = q.reshape(len(q), kv_heads, -1, dim)
+        grouped = q.reshape(len(q), kv_heads, q.shape[1] // kv_heads, dim)
         folded: NDArray[np.float32] = (grouped * self.layer.scale[:, None]).reshape(q.shape)
         return folded
 
@@ -660,12 +659,19 @@ class KVCache:
                     f"{name}: expected a whole number from 0 to {most}, found {number!r}"
                 )
         if conditioner is not None:
+            if not isinstance(conditioner, Conditioner):
+                raise RequestError(
+                    "conditioner: expected a Conditioner (Conditioner.load reads one)"
+                )
             conditioner.check(geometry)
         self.conditioner, self.sinks, self.first_position = conditioner, sinks, first_position
         self.geometry = geometry
         self.backend = backends.get(backend) if isinstance(backend, str) else backend
         self.key, self.value = key, value
         chosen = dict(per_layer or {})
+        for index, pair in chosen.items():
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise RequestError(f"layer {index}: expected (key, value) formats, found {pair!r}")
         owners = [layer for layer in geometry.layers if layer.shares_kv_with is None]
         unknown = sorted(set(chosen) - {layer.index for layer in owners})
         if unknown:

@@ -94,6 +94,8 @@ class LayerCondition:
 
     def __post_init__(self) -> None:
         mean, scale, turns = self.mean, self.scale, self.inv_freq
+        if not all(isinstance(x, np.ndarray) for x in (mean, scale, turns)):
+            raise RequestError("conditioner: mean, scale and inv_freq must be NumPy arrays")
         if mean.ndim != 2 or mean.shape != scale.shape or 0 in mean.shape:
             raise RequestError(
                 f"conditioner: mean {mean.shape} and scale {scale.shape} must both be "
@@ -200,6 +202,10 @@ class Conditioner:
             raise RequestError("conditioner: it has no layers")
         if not all(type(index) is int and index >= 0 for index in self.layers):
             raise RequestError("conditioner: layers are known by whole numbers from 0")
+        if not all(isinstance(layer, LayerCondition) for layer in self.layers.values()):
+            raise RequestError("conditioner: its layers must be LayerConditions")
+        if not isinstance(self.origin, Origin):
+            raise RequestError("conditioner: its origin must be an Origin")
         if type(self.tokens) is not int or self.tokens < 0:
             raise RequestError(f"conditioner: {self.tokens!r} tokens are no count")
 
@@ -307,9 +313,8 @@ class Conditioner:
         except RequestError as error:
             raise RequestError(f"{path}: {error}") from error
         except (
-            zipfile.BadZipFile, ValueError, TypeError, KeyError, EOFError, NotImplementedError,
-            RuntimeError, MemoryError, RecursionError, AttributeError,
-        ) as error:  # fmt: skip
+            Exception
+        ) as error:  # readers of archives, headers and JSON raise errors of all kinds
             raise RequestError(
                 f"{path}: not a conditioner of kvproof, or damaged; make one with kvproof calibrate"
             ) from error

@@ -416,6 +416,10 @@ def npy(array):
     return out.getvalue()
 
 
+def header(text):
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -440,6 +444,10 @@ def npy(array):
             {"about.json": m["about.json"].replace(b'model_sha256": "', b'model_sha256": "\\n')}
         ),
         lambda m: m.update({"0.scale.npy": npy(np.full((2, 64), 1e30, np.float32))}),
+        lambda m: m.update({"0.mean.npy": header("(" * 9000)}),
+        lambda m: m.update(
+            {"0.mean.npy": header("{'descr': (('a',), '<f4'), 'fortran_order': 0, 'shape': (0,)}")}
+        ),
         lambda m: m.update({"0.scale.npy": npy(np.full((2, 64), 1e-30, np.float32))}),
     ],
 )
@@ -478,6 +486,27 @@ def test_damage_never_reaches_a_decompressor(tmp_path):
         path.write_bytes(raw[:at] + bytes([method]) + raw[at + 1 :])
         with pytest.raises(RequestError, match="not a conditioner"):
             Conditioner.load(path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layer: LayerCondition([1.0], [1.0]),
+        lambda layer: LayerCondition(layer.mean, layer.scale, None),
+        lambda layer: Conditioner("rope", 8, [layer]),
+        lambda layer: Conditioner("rope", 8, {0: 3}),
+        lambda layer: Conditioner("rope", 8, {np.int64(0): layer}),
+        lambda layer: Conditioner("rope", 8, {0: layer}, None),
+        lambda layer: Conditioner("rope", 8, {0: layer}, Origin("abc")),
+        lambda layer: Conditioner("rope", 8, {0: layer}, tokens=1.5),
+        lambda layer: KVCache(geometry({}), "tq4", "tq4", conditioner="c.npz"),
+        lambda layer: KVCache(geometry({}), "tq4", "tq4", per_layer={0: "f16"}),
+        lambda layer: KVCache(geometry({}), "tq4", "tq4", per_layer={0: ("f16",) * 3}),
+    ],
+)
+def test_what_cannot_be_saved_or_used_is_refused_when_made(make):
+    with pytest.raises(RequestError):
+        make(layer_condition())
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):
@@ -569,6 +598,7 @@ def test_queries_of_any_kind_are_read_alike_with_and_without_a_condition(kind, s
         got = layer.attention(same)
         assert isinstance(got, torch.Tensor)
         np.testing.assert_array_equal(got, want)
+    assert layer.attention(q[:0]).shape == (0, HEADS, DIM)
     for wrong in (q.tolist(), None, q + 1j, q > 0, q[0], np.full_like(q, np.nan)):
         with pytest.raises(RequestError):
             layer.attention(wrong)
