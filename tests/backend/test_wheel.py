@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -24,17 +25,20 @@ def sha256(data: bytes) -> str:
 def wheel_from_built_kernels(folder: Path) -> Path:
     """A wheel of this tree with the kernels that are built here, without compiling them once more
     (`make wheel` does)."""
-    built = sorted((ROOT / "src" / "kvproof").glob("_*.so"))
-    if not built:
-        pytest.skip("no kernels are built in this tree")
+    # An editable install keeps them elsewhere.
+    specs = [importlib.util.find_spec(f"kvproof.{name}") for name in ("_kernels", "_weights")]
+    built = [Path(spec.origin) for spec in specs if spec and spec.origin]
+    if len(built) < len(specs):
+        pytest.skip("no kernels are built here")
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     path = folder / f"kvproof-0.1.0.dev0-{tag}-{tag}-linux_x86_64.whl"
     info = "kvproof-0.1.0.dev0.dist-info"
     files = {
         f"kvproof/{p.relative_to(ROOT / 'src' / 'kvproof').as_posix()}": p.read_bytes()
         for p in sorted((ROOT / "src" / "kvproof").rglob("*"))
-        if p.is_file() and "__pycache__" not in p.parts
+        if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".so"
     }
+    files |= {f"kvproof/{p.name}": p.read_bytes() for p in built}
     files[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: kvproof\nVersion: 0.1.0.dev0\n"
     about = ("Wheel-Version: 1.0", "Generator: test", "Root-Is-Purelib: false")
     files[f"{info}/WHEEL"] = "\n".join((*about, f"Tag: {tag}-{tag}-linux_x86_64", "")).encode()
