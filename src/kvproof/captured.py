@@ -7,11 +7,8 @@ the same model file and text by the same version of this module; otherwise it is
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvproof import models
 from kvproof.backends import Backend
+from kvproof.cases import head_scale
 from kvproof.conditioner import (
     PAGE,
     SINKS,
@@ -36,6 +34,7 @@ from kvproof.conditioner import (
 from kvproof.distortion import above_bound, centred_scores, dominators, relative_mse, stored
 from kvproof.engines.capture import LayerRows
 from kvproof.errors import Refused, RequestError
+from kvproof.files import replacing
 from kvproof.formats import Format, all_formats
 from kvproof.geometry import Geometry, LayerGeometry
 from kvproof.geometry import geometry as read_geometry
@@ -255,16 +254,8 @@ def _write(file: Path, made: ModelRows) -> None:
             if getattr(layer.rows, name) is not None:
                 arrays[f"{name}.{layer.rows.index}"] = getattr(layer.rows, name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem[:8]}-")
-    try:
-        with os.fdopen(descriptor, "wb") as out:
-            np.savez(out, **arrays)  # type: ignore[arg-type]
-            out.flush()
-            os.fsync(out.fileno())
-        Path(part).replace(file)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            Path(part).unlink()
+    with replacing(file, 0o600) as out:
+        np.savez(out, **arrays)  # type: ignore[arg-type]
 
 
 def table(
@@ -328,7 +319,7 @@ def _side(
     each = []
     for layer, spread in zip(layers, spreads, strict=True):
         x = layer.rows.k if side == "key" else layer.rows.v
-        y = stored(f, x, backend, head_scale(f, x)).copy()
+        y = stored(f, x, backend, head_scale(f.name, x)).copy()
         y[:exact] = x[:exact]
         bits, error = f.bits(x.shape[-1]), relative_mse(x, y)
         one: dict[str, Any] = {"layer": layer.rows.index, "bits": bits, "relative_mse": error}
@@ -343,12 +334,3 @@ def _side(
         if name in mean:
             mean[name] = float(np.sqrt(np.mean([e[name] ** 2 for e in each])))
     return mean | {"layers": each}
-
-
-def head_scale(f: Format, x: NDArray[np.float32]) -> NDArray[np.float32] | None:
-    """Scales `[heads]` of formats that hold one beside the cache, from these very rows; None for
-    the others."""
-    if not f.scaled:
-        return None
-    top = np.abs(x).max(axis=(0, 2), initial=0)
-    return np.where(top > 0, top / np.float32(448), np.float32(1)).astype(np.float32)

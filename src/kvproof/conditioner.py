@@ -24,7 +24,6 @@ import math
 import os
 import re
 import stat
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvproof.errors import RequestError
+from kvproof.files import replacing
 from kvproof.geometry import index_ranges
 
 if TYPE_CHECKING:
@@ -259,21 +259,13 @@ class Conditioner:
                 np.lib.format.write_array(raw, array, allow_pickle=False)
                 members[f"{name}.npy"] = raw.getvalue()
         try:
-            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        except (OSError, ValueError) as error:  # ValueError: no name of a file
-            reason = getattr(error, "strerror", None) or error
-            raise RequestError(f"{path}: cannot be written ({reason})") from error
-        try:
-            with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
+            with replacing(path, 0o644) as file, zipfile.ZipFile(file, "w") as archive:
                 for member, data in members.items():
                     # A fixed date: the same conditioner gives the same file.
                     archive.writestr(zipfile.ZipInfo(member), data)
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except OSError as error:
-            raise RequestError(f"{path}: cannot be written ({error.strerror})") from error
-        finally:
-            Path(name).unlink(missing_ok=True)
+        except (OSError, ValueError) as error:  # ValueError: no name of a file
+            reason = getattr(error, "strerror", None) or error
+            raise RequestError(f"{path}: cannot be written ({reason})") from error
 
     @classmethod
     def check_target(cls, path: Path) -> None:

@@ -240,11 +240,12 @@ def gaussian_table(
             tell(f"formats: {f.name} on N(0,1)")
             found = on_gaussian(f, head_dim, backend)
             bits, error = f.bits(head_dim), found.relative_mse
+            db = above_bound(error, bits)
             entry |= {
                 "bits": bits,
                 "relative_mse": error,
-                "db": above_bound(error, bits),
-                "db_above_bound": above_bound(error, bits),
+                "db": db,
+                "db_above_bound": db,  # its name before "db"
                 "floor": floor_of(f, head_dim),
                 "score_correlation": found.score_correlation,
                 "values": found.values,

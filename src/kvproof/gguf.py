@@ -19,7 +19,6 @@ import mmap
 import os
 import reprlib
 import struct
-import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvproof.errors import RequestError
+from kvproof.files import replacing
 
 # ggml type number: (name, values per block, bytes per block).
 TENSOR_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
@@ -565,23 +565,12 @@ def write_gguf(
         header += struct.pack(f"<{len(tensor.shape)}QIQ", *tensor.shape, tensor.ggml_type, offset)
         offset = _pad(offset + tensor.data.nbytes, alignment)
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(header)
-                for tensor in raw.values():
-                    file.write(bytes(-file.tell() % alignment))
-                    file.write(np.ascontiguousarray(tensor.data).data)
+        with replacing(path) as file:
+            file.write(header)
+            for tensor in raw.values():
                 file.write(bytes(-file.tell() % alignment))
-                file.flush()
-                os.fsync(file.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            temporary.chmod(0o666 & ~umask)  # temporary files are private to the user
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+                file.write(np.ascontiguousarray(tensor.data).data)
+            file.write(bytes(-file.tell() % alignment))
     except OSError as error:
         raise RequestError(f"{path}: cannot be written: {error.strerror or error}") from error
 

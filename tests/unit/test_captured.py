@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvproof import captured, cli, formats, models
+from kvproof.cases import head_scale
 from kvproof.conditioner import LayerCondition
 from kvproof.engines.capture import LayerRows
 from kvproof.errors import RequestError
@@ -260,9 +261,9 @@ def test_conditioned_keys_are_judged_by_the_scores_of_the_original(model, runs):
 def test_scales_beside_the_cache_come_from_the_rows(model, runs):
     x = np.zeros((3, 2, 4), np.float32)
     x[1, 0, 2] = -896
-    scale = captured.head_scale(formats.get("fp8_e4m3"), x)
+    scale = head_scale("fp8_e4m3", x)
     np.testing.assert_array_equal(scale, [2, 1])
-    assert captured.head_scale(formats.get("q8_0"), x) is None
+    assert head_scale("q8_0", x) is None
 
 
 def call(capsys, monkeypatch, *arguments):

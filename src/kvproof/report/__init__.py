@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from kvproof import __version__
 from kvproof.decision import BASELINE, Candidate, Policy
 from kvproof.errors import RequestError
 from kvproof.evidence import Evidence, Outcome, Store
-from kvproof.files import contents
+from kvproof.files import contents, replacing
 from kvproof.report import plots
 
 if TYPE_CHECKING:
@@ -473,18 +472,9 @@ def _metrics_text(e: Evidence) -> str:
 
 def _replace(path: Path, text: str) -> Path:
     """Write through a temporary file in the same folder, so that no reader sees half a page."""
-    part = None
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=path.name, suffix=".part", delete=False
-        ) as file:
-            part = Path(file.name)
-            file.write(text)
-        part.chmod(0o644)
-        part.replace(path)
+        with replacing(path, 0o644) as file:
+            file.write(text.encode())
     except OSError as error:
         raise RequestError(f"{path}: cannot be written ({error.strerror})") from error
-    finally:
-        if part is not None:
-            part.unlink(missing_ok=True)
     return path
