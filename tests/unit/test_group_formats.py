@@ -324,6 +324,8 @@ def test_shipped_codebook() -> None:
     assert (np.diff(groups, axis=1) >= 0).all() and np.unique(groups).size > 500
     other = formats.tbq3_tcq(-np.asarray(f.codebook))
     assert other.identity != f.identity and other.name == f.name
+    for scale in range(1, 20):  # however many others come between
+        formats.tbq3_tcq(np.asarray(f.codebook) * np.float32(scale + 1))
     assert formats.tbq3_tcq(f.codebook) is f
     for wrong in (
         np.ones(511), np.full(512, np.nan), np.zeros(512), ["x"] * 512, np.full(512, 1e-40),

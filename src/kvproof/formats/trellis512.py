@@ -8,7 +8,7 @@ best path (Viterbi) instead of the best entry. The codebook is made by tools/tra
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +146,7 @@ def tbq3_tcq(codebook: ArrayLike | None = None) -> Format:
     return _with(book.astype("<f4").tobytes())
 
 
-@lru_cache(maxsize=8)
+@cache  # unbounded: a codebook is one format for as long as the process lives
 def _with(raw: bytes) -> Format:
     book = np.frombuffer(raw, "<f4").astype(np.float32)
     wide = book.astype(np.float64)
