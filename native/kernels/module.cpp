@@ -18,6 +18,7 @@
 #include "half.h"
 #include "ops.h"
 #include "pool.h"
+#include "tiles_store.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -37,6 +38,8 @@ using Heads = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
 using OutFloats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
 using OutBytes = nb::ndarray<std::uint8_t, nb::device::cpu, nb::c_contig>;
 using Scales = std::optional<Floats>;
+using TileBytes = nb::ndarray<std::uint8_t, nb::ndim<3>, nb::device::cpu>;
+using RowBytes = nb::ndarray<std::uint8_t, nb::ndim<3>, nb::device::cpu>;
 
 int format_index(const std::string& name) {
   for (int f = 0; f < FORMATS; ++f)
@@ -206,6 +209,54 @@ std::ptrdiff_t decode_call(const std::string& isa, int threads, const std::strin
                 out.data());
 }
 
+// Tiles of one side, uint8 [kv heads][tiles][tile_bytes], of which heads need not be adjacent.
+TileBuffer tile_buffer_of(const std::string& format, const std::string& side,
+                          const TileBytes& tiles) {
+  const int fmt = format_index(format);
+  const std::ptrdiff_t bytes = std::ptrdiff_t(tiles.shape(2)) / TILE;
+  int dim = GROUP;  // rows grow with it
+  while (dim < WIDEST_TILE && row_bytes(fmt, dim) < bytes) dim += GROUP;
+  if (!has_tiles(fmt, dim) || tile_bytes(fmt, dim) != std::ptrdiff_t(tiles.shape(2)) ||
+      tiles.stride(2) != 1 || tiles.stride(1) != tile_bytes(fmt, dim) ||
+      (side != "key" && side != "value"))
+    throw std::invalid_argument("no tiles of " + format);
+  return {fmt, dim, side == "value", tiles.data(), tiles.stride(0), int(tiles.shape(0))};
+}
+
+template <class Rows>
+void check_rows(const Rows& rows, const TileBytes& tiles, const TileBuffer& buffer,
+                std::ptrdiff_t at) {
+  if (rows.ndim() != 3 || rows.shape(1) != tiles.shape(0) ||
+      std::ptrdiff_t(rows.shape(2)) != row_bytes(buffer.fmt, buffer.dim) || rows.stride(2) != 1 ||
+      at < 0 || at + std::ptrdiff_t(rows.shape(0)) > std::ptrdiff_t(tiles.shape(1)) * TILE)
+    throw std::invalid_argument("rows do not match the tiles");
+}
+
+std::ptrdiff_t pack_call(int threads, const std::string& format, const std::string& side,
+                         const Bytes& rows, const TileBytes& tiles, std::ptrdiff_t at) {
+  const TileBuffer buffer = tile_buffer_of(format, side, tiles);
+  check_rows(rows, tiles, buffer, at);
+  const auto n = std::ptrdiff_t(rows.shape(0));
+  std::optional<nb::gil_scoped_release> free;
+  if (n > 1) free.emplace();
+  return pack(threads, {rows.data(), rows.stride(0), rows.stride(1)}, n, buffer, at);
+}
+
+void unpack_call(int threads, const std::string& format, const std::string& side,
+                 const TileBytes& tiles, std::ptrdiff_t first, const RowBytes& rows) {
+  const TileBuffer buffer = tile_buffer_of(format, side, tiles);
+  check_rows(rows, tiles, buffer, first);
+  nb::gil_scoped_release free;
+  unpack(threads, buffer, first, std::ptrdiff_t(rows.shape(0)),
+         {rows.data(), rows.stride(0), rows.stride(1)});
+}
+
+// Bytes of a tile, 0 where a format or width has none.
+std::ptrdiff_t tile_bytes_call(const std::string& format, int dim) {
+  const int fmt = format_index(format);
+  return has_tiles(fmt, dim) ? tile_bytes(fmt, dim) : 0;
+}
+
 void set_book(const std::string& format, const std::vector<float>& values,
               const std::vector<float>& cuts, float start, const std::vector<float>& tries) {
   const int fmt = format_index(format);
@@ -323,4 +374,10 @@ NB_MODULE(_kernels, m) {
   m.def("encode", &encode_call, "isa"_a, "threads"_a, "format"_a, "x"_a, "scale"_a.none(), "out"_a);
   m.def("decode", &decode_call, "isa"_a, "threads"_a, "format"_a, "blocks"_a, "dim"_a,
         "scale"_a.none(), "out"_a);
+  // An array that has to be converted would be written to as a copy.
+  m.def("pack", &pack_call, "threads"_a, "format"_a, "side"_a, "rows"_a, "tiles"_a.noconvert(),
+        "at"_a);
+  m.def("unpack", &unpack_call, "threads"_a, "format"_a, "side"_a, "tiles"_a.noconvert(), "first"_a,
+        "rows"_a.noconvert());
+  m.def("tile_bytes", &tile_bytes_call, "format"_a, "dim"_a);
 }

@@ -1,8 +1,9 @@
 """KV caches that hold nothing but codes.
 
-A layer's cache is two uint8 buffers `[num_kv_heads, capacity, row_bytes]`. Every appended row is
-encoded at once and attention reads codes only, the step's own tokens included, so one pass, chunks
-and single tokens give the same numbers, and a quality measurement cannot miss the quantized cache.
+A layer's cache is two buffers of encoded rows (store.py): rows as their formats store them, or in
+tiles where the backend has kernels for those. Every appended row is encoded at once and attention
+reads codes only, the step's own tokens included, so one pass, chunks and single tokens give the
+same numbers, and a quality measurement cannot miss the quantized cache.
 
 Two things may be done for quality. The first tokens of a text ("sinks"), which nearly all queries
 look at, can be kept apart in f16, keys and values. Keys can be conditioned (see conditioner.py):
@@ -14,7 +15,9 @@ how the text was cut.
 Growth: buffers start empty and grow by a quarter (at least 64 rows), so at most about a fifth of a
 long cache is spare. A windowed layer keeps the W - 1 rows that the next query can still see, plus
 room for a quarter of a window, so that rows move once in W / 4 steps; a larger chunk borrows room
-until `evict`. `nbytes` is the size of the buffers as allocated, `used_bytes` of the rows in use.
+until `evict`. Tiles are moved, let go of and allocated whole: up to 63 rows in front of a window
+and 63 behind any rows are held with them. `nbytes` is the size of the buffers as allocated,
+`used_bytes` of the rows in use.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ from kvproof.formats import Format
 from kvproof.formats import get as get_format
 from kvproof.formats.base import as_float32
 from kvproof.geometry import MAX_TOKENS, index_ranges
+from kvproof.store import Blocks, RowStore, Store, TileStore
 
 if TYPE_CHECKING:
     from kvproof.backends import Backend
     from kvproof.geometry import Geometry, LayerGeometry
 
-Blocks = NDArray[np.uint8]
 _FP8_MAX = 448.0
 _FLAGS = {"key": "--cache-type-k", "value": "--cache-type-v"}
 _NO_PAGE = 1 << 62  # tokens of a page that never ends
@@ -85,8 +88,10 @@ class LayerCache:
             "attention_v": backend.kernel("attention", value, layer.head_dim_v),
         }
         heads = layer.num_kv_heads
-        self._k: Blocks = np.empty((heads, 0, key.row_bytes(layer.head_dim_k)), np.uint8)
-        self._v: Blocks = np.empty((heads, 0, value.row_bytes(layer.head_dim_v)), np.uint8)
+        self._k, self._v = _stores(layer, key, value, backend)
+        self._row_bytes = heads * (
+            key.row_bytes(layer.head_dim_k) + value.row_bytes(layer.head_dim_v)
+        )
         self._start = self._end = 0  # rows in use of both buffers
         self._dropped = 0  # coded rows let go of before them
         self.length = 0
@@ -119,20 +124,38 @@ class LayerCache:
 
     @property
     def k_blocks(self) -> Blocks:
-        """View `[cached, num_kv_heads, bytes]` of the live key buffer."""
-        return self._k[:, self._start : self._end].transpose(1, 0, 2)
+        """The held keys `[cached, num_kv_heads, bytes]`: a view of the live buffer, or of tiles a
+        read-only copy. Rows of that shape that are assigned take their place."""
+        return self._k.read(self._start, self.cached)
+
+    @k_blocks.setter
+    def k_blocks(self, rows: Blocks) -> None:
+        self._overwrite(self._k, rows)
 
     @property
     def v_blocks(self) -> Blocks:
-        """View `[cached, num_kv_heads, bytes]` of the live value buffer."""
-        return self._v[:, self._start : self._end].transpose(1, 0, 2)
+        """The held values, as `k_blocks`."""
+        return self._v.read(self._start, self.cached)
+
+    @v_blocks.setter
+    def v_blocks(self, rows: Blocks) -> None:
+        self._overwrite(self._v, rows)
+
+    def _overwrite(self, store: Store, rows: Blocks) -> None:
+        held = store.read(self._start, self.cached)
+        if rows.shape != held.shape or rows.dtype != np.uint8:
+            raise RequestError(
+                f"layer {self.index}: blocks must be uint8 {list(held.shape)}, got {rows.dtype} "
+                f"{list(rows.shape)}"
+            )
+        store.write(self._start, rows)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the live buffers as allocated, scales, means and sinks included; turns that
         layers share are counted by KVCache."""
         scales = sum(s.nbytes for s in (self.k_scale, self.v_scale) if s is not None)
-        rows = sum(x.nbytes for x in (self._k, self._v, *self._sinks))
+        rows = self._k.nbytes + self._v.nbytes + sum(x.nbytes for x in self._sinks)
         return rows + scales + (self._means.nbytes if self._means else 0)
 
     @property
@@ -140,7 +163,7 @@ class LayerCache:
         """Bytes of the rows in use, with their sinks and means."""
         sinks = sum(x[:, : self.sinks_held].nbytes for x in self._sinks)
         means = self._means.used_bytes if self._means else 0
-        return self.k_blocks.nbytes + self.v_blocks.nbytes + sinks + means
+        return self.cached * self._row_bytes + sinks + means
 
     def append(self, k: Any, v: Any) -> None:
         """Encode and hold n more tokens: k, v float32 `[n, num_kv_heads, head_dim]`.
@@ -172,7 +195,7 @@ class LayerCache:
         self._make_room(n - first)
         for buffer, rows in zip(self._sinks, sunk, strict=False):
             buffer[:, self.sinks_held : self.sinks_held + first] = rows.transpose(1, 0, 2)
-        self._v[:, self._end : self._end + n - first] = v_codes.transpose(1, 0, 2)
+        self._v.write(self._end, v_codes)
         if self._means is None:
             self.k_scale = k_scale
             self._hold_keys(k_codes)
@@ -186,9 +209,8 @@ class LayerCache:
             self.calls[self._kernels["v"]] += 1
 
     def _hold_keys(self, codes: Blocks) -> None:
-        end = self._end + len(codes)
-        self._k[:, self._end : end] = codes.transpose(1, 0, 2)
-        self._end = end
+        self._k.write(self._end, codes)
+        self._end += len(codes)
 
     def _condition_keys(self, keys: NDArray[np.float32], means: PageMeans) -> None:
         """Encode and hold finite keys, page by page where a page's mean is that of the one
@@ -200,7 +222,8 @@ class LayerCache:
             self.k_scale = self._scale(self.key, self.k_scale, ready)
             self._hold_keys(self._encode("key", self.key, ready, self.k_scale))
             if means.follows and means.room(row) == len(ready):
-                held = self.k_blocks[self.cached - means.room(0) :]
+                page = means.room(0)
+                held = self._k.read(self._end - page, page)
                 means.follow(self.backend.decode(self.key, held, self.k_scale), row)
             keys = keys[n:]
 
@@ -258,8 +281,8 @@ class LayerCache:
         """Attention over the coded rows; `position` counts from the first that is held."""
         out = self.backend.attention(
             q,
-            self.k_blocks,
-            self.v_blocks,
+            self._k.view(self._start, self.cached),
+            self._v.view(self._start, self.cached),
             key=self.key,
             value=self.value,
             causal=True,
@@ -315,7 +338,7 @@ class LayerCache:
         """Let go of the rows that no later query can see, and of room borrowed for a chunk."""
         self._drop_unseen()
         steady = self._steady_rows
-        if steady is not None and self._k.shape[1] > steady:
+        if steady is not None and self._k.capacity > steady:
             self._move_to(steady)
 
     def check_crop(self, length: int) -> None:
@@ -360,7 +383,16 @@ class LayerCache:
 
     @property
     def _steady_rows(self) -> int | None:
-        return None if self.window is None else self.window - 1 + max(16, self.window // 4)
+        if self.window is None:
+            return None
+        most_in_front = self._k.granule - 1
+        rows = most_in_front + self.window - 1 + max(16, self.window // 4)
+        return self._whole(rows)
+
+    def _whole(self, rows: int) -> int:
+        """Slots of the buffer that holds so many rows."""
+        granule = self._k.granule
+        return -(-rows // granule) * granule
 
     def _drop_unseen(self) -> None:
         if self.window is not None:
@@ -371,25 +403,22 @@ class LayerCache:
                 self._means.drop(self._dropped)
 
     def _make_room(self, n: int) -> None:
-        capacity = self._k.shape[1]
+        capacity = self._k.capacity
         if self._end + n <= capacity:
             return
-        need, steady = self.cached + n, self._steady_rows
+        need = self._whole(self._start % self._k.granule + self.cached + n)
+        steady = self._steady_rows
         if need > capacity:
-            capacity = max(need, capacity + max(64, capacity // 4))
+            capacity = max(need, self._whole(capacity + max(64, capacity // 4)))
             if steady is not None:
                 capacity = max(need, min(capacity, steady))
         self._move_to(capacity)
 
     def _move_to(self, capacity: int) -> None:
         """Bring the rows in use to the front of buffers of `capacity` rows."""
-        for name in ("_k", "_v"):
-            old: Blocks = getattr(self, name)
-            same = capacity == old.shape[1]
-            new = old if same else np.empty((old.shape[0], capacity, old.shape[2]), np.uint8)
-            new[:, : self.cached] = old[:, self._start : self._end]
-            setattr(self, name, new)
-        self._start, self._end = 0, self.cached
+        cached = self.cached
+        start = [store.move(self._start, cached, capacity) for store in (self._k, self._v)]
+        self._start, self._end = start[0], start[0] + cached
 
     def _rows(self, x: Any, side: str, head_dim: int) -> NDArray[np.float32]:
         heads = self.geometry.num_kv_heads
@@ -423,6 +452,22 @@ class LayerCache:
         # A head of zeros says nothing about its later values; non-finite rows are refused next.
         usable = np.isfinite(peak) & (peak > 0)
         return np.where(usable, peak / np.float32(_FP8_MAX), 1).astype(np.float32)
+
+
+def _stores(
+    layer: LayerGeometry, key: Format, value: Format, backend: Backend
+) -> tuple[Store, Store]:
+    """Empty buffers of a layer's keys and values, in tiles if the backend arranges such a pair."""
+    dims = (layer.head_dim_k, layer.head_dim_v)
+    tiled = backend.arranges(key, value, *dims)
+    heads = layer.num_kv_heads
+    k, v = (
+        TileStore(fmt, side, heads, fmt.row_bytes(dim), backend)
+        if tiled
+        else RowStore(heads, fmt.row_bytes(dim))
+        for fmt, side, dim in zip((key, value), ("key", "value"), dims, strict=True)
+    )
+    return k, v
 
 
 class PageTurns:

@@ -806,7 +806,7 @@ def _first_row_lost(layer: LayerCache) -> None:
 
     def spoiled(k: Any, v: Any) -> None:
         append(k, v)
-        layer._k[:, 0] = 0
+        layer._k.write(0, np.zeros_like(layer._k.read(0, 1)))
 
     _replace(layer, "append", spoiled)
 

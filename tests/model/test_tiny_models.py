@@ -189,12 +189,13 @@ def test_every_layers_cache_is_read(hf):
     for owner in range(len(cache.kv.owners)):
         for side in ("k_blocks", "v_blocks"):
             cache.kv.crop(len(ids))
-            blocks = getattr(cache.kv.owners[owner], side)
-            saved = blocks.copy()
-            blocks[1:] ^= 0x3C
+            saved = getattr(cache.kv.owners[owner], side).copy()
+            spoiled = saved.copy()
+            spoiled[1:] ^= 0x3C
+            setattr(cache.kv.owners[owner], side, spoiled)
             assert distance(model.forward(more, cache), want) > 10 * SAME, (owner, side)
             cache.kv.crop(len(ids))
-            getattr(cache.kv.owners[owner], side)[:] = saved
+            setattr(cache.kv.owners[owner], side, saved)
     cache.kv.crop(len(ids))
     torch.testing.assert_close(model.forward(more, cache), want)
 

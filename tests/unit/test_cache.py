@@ -1,4 +1,7 @@
-"""LayerCache and KVCache on the reference backend: append, evict, crop, refusals, accounting."""
+"""LayerCache and KVCache on the reference backend: append, evict, crop, refusals, accounting.
+
+Where it can matter, with rows and with tiles, which f16 has none of.
+"""
 
 from types import SimpleNamespace
 
@@ -9,6 +12,9 @@ from kvproof import formats
 from kvproof.backends.reference import ReferenceBackend, softmax
 from kvproof.cache import KVCache
 from kvproof.errors import RequestError
+
+STORES = {"rows": ReferenceBackend(), "tiles": ReferenceBackend(tiles=True)}
+stores = pytest.mark.parametrize("backend", STORES.values(), ids=STORES)
 
 
 def geometry(*layers, heads=4, kv_heads=2, dim=64):
@@ -62,14 +68,18 @@ def feed(layer, q, k, v, sizes):
 
 @pytest.mark.parametrize("window", [None, 1, 8])
 @pytest.mark.parametrize("n", [7, 8, 9, 16, 17, 31, 32, 33, 70])
-@pytest.mark.parametrize("fmt", ["f16", "tq4"])
-def test_chunks_and_single_tokens_equal_an_explicit_mask(window, n, fmt):
+@pytest.mark.parametrize(
+    ("fmt", "backend"),
+    [("f16", STORES["rows"]), ("tq4", STORES["rows"]), ("tq4", STORES["tiles"])],
+    ids=["f16", "tq4", "tq4-tiles"],
+)
+def test_chunks_and_single_tokens_equal_an_explicit_mask(window, n, fmt, backend):
     q, k, v = rows(n, 1, heads=4), rows(n, 2), rows(n, 3)
     row = formats.get(fmt)
     stored_k, stored_v = row.decode(row.encode(k)), row.decode(row.encode(v))
     want = explicit(q, stored_k, stored_v, window)
     for sizes in ([n], [1], [5], [16, 1, 1, 3]):
-        layer = KVCache(geometry({"window": window}), fmt, fmt, ReferenceBackend()).layer(0)
+        layer = KVCache(geometry({"window": window}), fmt, fmt, backend).layer(0)
         np.testing.assert_allclose(feed(layer, q, k, v, sizes), want, rtol=0, atol=2e-6)
         assert layer.length == n
 
@@ -85,30 +95,70 @@ def test_a_windowed_layer_keeps_one_row_less_than_its_window_between_steps():
     assert layer.nbytes == (7 + 16) * 2 * 256  # the room of the 60-token chunk was given back
 
 
-def test_evicted_rows_do_not_influence_the_result():
-    n, window = 40, 8
+def test_a_windowed_layer_in_tiles_holds_whole_tiles():
+    layer = KVCache(geometry({"window": 100}), "tq4", "tq8", STORES["tiles"]).layer(0)
+    row = 2 * (34 + 66)
+    starts = set()
+    for n in (1, 3, 300, *[1] * 200, 90):
+        layer.append(rows(n, n), rows(n, n))
+        layer.evict()
+        starts.add(layer._start)
+        assert layer.cached == min(layer.length, 99) and layer.used_bytes == layer.cached * row
+        assert layer.k_blocks.shape == (layer.cached, 2, 34)
+        # 99 rows, 25 to spare and up to 63 in front are three tiles; a cache line before each side.
+        if layer.length > 99:
+            assert 0 <= layer.nbytes - 192 * row <= 2 * 63
+    assert len(starts) > 64  # the first row has been in any slot, and whole tiles were dropped
+
+
+@stores
+def test_evicted_rows_do_not_influence_the_result(backend):
+    n, window = 200, 8
     q, k, v = rows(n, 1, heads=4), rows(n, 2), rows(n, 3)
-    want = explicit(q, *(x.astype(np.float16) for x in (k, v)), window)
-    layer = KVCache(geometry({"window": window}), "f16", "f16", ReferenceBackend()).layer(0)
+    q8 = formats.get("q8_0")
+    want = explicit(q, *(q8.decode(q8.encode(x)) for x in (k, v)), window)
+    layer = KVCache(geometry({"window": window}), "q8_0", "q8_0", backend).layer(0)
     for at in range(n):
         layer.append(k[at : at + 1], v[at : at + 1])
-        held = slice(layer._start, layer._end)
-        for buffer in (layer._k, layer._v):  # every row outside the view becomes NaN
-            keep = buffer[:, held].copy()
-            buffer.fill(0xFF)
-            buffer[:, held] = keep
+        for store in (layer._k, layer._v):  # every row outside the view becomes a large one
+            held = store.read(layer._start, layer.cached).copy()
+            store.write(0, np.full((store.capacity, *held.shape[1:]), 0x7B, np.uint8))
+            store.write(layer._start, held)
         got = layer.attention(q[at : at + 1])
         assert np.isfinite(got).all()
         np.testing.assert_allclose(got, want[at : at + 1], rtol=0, atol=2e-6)
 
 
-def test_poisoning_a_held_row_changes_the_result():
-    layer = KVCache(geometry({}), "q8_0", "q8_0", ReferenceBackend()).layer(0)
+@stores
+def test_poisoning_a_held_row_changes_the_result(backend):
+    layer = KVCache(geometry({}), "q8_0", "q8_0", backend).layer(0)
     layer.append(rows(9, 1), rows(9, 2))
     q = rows(1, 3, heads=4)
     before = layer.attention(q)
-    layer.v_blocks[4] ^= 0x55  # a view of the live buffer, not a copy
-    assert not np.allclose(before, layer.attention(q), equal_nan=True)
+    clean = layer.v_blocks.copy()
+    spoiled = clean.copy()
+    spoiled[4, :, 2:34] ^= 0x55
+    layer.v_blocks = spoiled
+    assert not np.allclose(before, layer.attention(q))
+    layer.v_blocks = clean
+    np.testing.assert_array_equal(before, layer.attention(q))
+    for wrong in (spoiled[1:], spoiled.astype(np.int16)):
+        with pytest.raises(RequestError, match=r"layer 0: blocks must be uint8 \[9, 2, 68\], got"):
+            layer.k_blocks = wrong
+
+
+def test_blocks_are_a_view_of_rows_and_a_read_only_copy_of_tiles():
+    for name, backend in STORES.items():
+        layer = KVCache(geometry({}), "q8_0", "q8_0", backend).layer(0)
+        layer.append(rows(9, 1), rows(9, 2))
+        if name == "rows":
+            layer.v_blocks[4] ^= 0x55
+            assert (
+                layer.v_blocks[4, 0, 2:] != formats.get("q8_0").encode(rows(9, 2))[4, 0, 2:]
+            ).all()
+        else:
+            with pytest.raises(ValueError, match="read-only"):
+                layer.v_blocks[4] ^= 0x55
 
 
 def test_random_values_independent_of_keys_are_what_attention_returns():
@@ -121,14 +171,13 @@ def test_random_values_independent_of_keys_are_what_attention_returns():
     assert np.abs(outs[0] - outs[1]).max() > 0.1
 
 
+@stores
 @pytest.mark.parametrize("fmt", [f.name for f in formats.all_formats()])
-def test_every_format_appends_token_by_token_as_in_bulk(fmt):
+def test_every_format_appends_token_by_token_as_in_bulk(fmt, backend):
     dim = 128
     k, v = rows(11, 1, dim=dim), rows(11, 2, dim=dim)
     value = fmt if "value" in formats.get(fmt).sides else "f16"
-    bulk, single = (
-        KVCache(geometry({}, dim=dim), fmt, value, ReferenceBackend()).layer(0) for _ in range(2)
-    )
+    bulk, single = (KVCache(geometry({}, dim=dim), fmt, value, backend).layer(0) for _ in range(2))
     bulk.append(k, v)
     single.k_scale, single.v_scale = bulk.k_scale, bulk.v_scale  # fp8: one calibration for both
     for at in range(11):
@@ -206,15 +255,20 @@ def test_a_backend_without_a_kernel_refuses_before_allocation():
         KVCache(geometry({}), "f16", "f16", Narrow())
 
 
-def test_crop_rolls_back_and_gives_the_same_continuation():
-    q, k, v = rows(12, 1, heads=4), rows(12, 2), rows(12, 3)
-    cache = KVCache(geometry({}, {"window": 100}), "tq4", "tq4", ReferenceBackend())
-    straight = [feed(layer, q, k, v, [12])[8:] for layer in cache.owners]
-    cache.crop(8)
-    assert cache.length == 8 and cache.layer(0).cached == 8
+@stores
+@pytest.mark.parametrize("kept", [1, 8, 63, 64, 65])
+def test_crop_rolls_back_and_gives_the_same_continuation(kept, backend):
+    n = kept + 4
+    q, k, v = rows(n, 1, heads=4), rows(n, 2), rows(n, 3)
+    cache = KVCache(geometry({}, {"window": 100}), "tq4", "tq4", backend)
+    straight = [feed(layer, q, k, v, [n])[kept:] for layer in cache.owners]
+    cache.crop(kept)
+    assert cache.length == kept and cache.layer(0).cached == kept
     for layer, want in zip(cache.owners, straight, strict=True):
-        layer.append(k[8:], v[8:])
-        np.testing.assert_array_equal(layer.attention(q[8:]), want)
+        layer.append(-k[kept:], -v[kept:])  # other rows, to be forgotten again
+        layer.crop(kept)
+        layer.append(k[kept:], v[kept:])
+        np.testing.assert_allclose(layer.attention(q[kept:]), want, rtol=0, atol=1e-6)
 
 
 def test_crop_behind_a_window_is_refused_for_all_layers():
@@ -232,8 +286,9 @@ def test_crop_behind_a_window_is_refused_for_all_layers():
     assert cache.length == 0 and cache.witness() == [{}, {}]
 
 
-def test_bad_rows_are_refused_and_leave_the_cache_as_it_was():
-    layer = KVCache(geometry({}), "q8_0", "q8_0", ReferenceBackend()).layer(0)
+@stores
+def test_bad_rows_are_refused_and_leave_the_cache_as_it_was(backend):
+    layer = KVCache(geometry({}), "q8_0", "q8_0", backend).layer(0)
     layer.append(rows(3, 1), rows(3, 2))
     held = layer.k_blocks.copy()
     bad = rows(2, 3)
@@ -258,12 +313,14 @@ def test_queries_older_than_the_window_are_refused():
         layer.attention(rows(5, 1, heads=4))
 
 
-def test_spare_room_of_a_growing_cache_stays_below_a_quarter():
-    layer = KVCache(geometry({}), "q8_0", "q8_0", ReferenceBackend()).layer(0)
+@stores
+def test_spare_room_of_a_growing_cache_stays_below_a_quarter(backend):
+    layer = KVCache(geometry({}), "q8_0", "q8_0", backend).layer(0)
     moves, room = 0, 0
     for at in range(2000):
         layer.append(rows(1, at), rows(1, at))
         moves, room = moves + (layer.nbytes != room), layer.nbytes
-        if at > 256:
-            assert layer.nbytes <= 1.26 * layer.used_bytes
+        if at > 256:  # the last tile is whole
+            spare = 1.26 if layer._k.granule == 1 else 1.26 + 64 / at
+            assert layer.nbytes <= spare * layer.used_bytes
     assert moves < 20

@@ -24,6 +24,7 @@ ORDER = (
     "conditioner",
     "distortion",
     "segments",
+    "store",
     "cache",
     "evidence",
     "cases",

@@ -54,6 +54,19 @@ class Backend(Protocol):
     def scores(self, fmt: Format, q: Any, blocks: Any, scale: Any = None) -> NDArray[np.float32]:
         """Plain dot products of queries with encoded keys, `[n_q, num_heads, n_kv]`."""
 
+    def arranges(self, key: Format, value: Format, head_dim_k: int, head_dim_v: int) -> bool:
+        """Whether caches of such keys and values are held in tiles (backends/tiles.py)."""
+
+    def pack(self, fmt: Format, side: str, rows: Any, buffer: NDArray[np.uint8], at: int) -> None:
+        """Write rows uint8 `[n, num_kv_heads, row_bytes]` to the slots from `at` on of a buffer
+        `[num_kv_heads, tiles, 64 * row_bytes]`; RequestError (nothing is written) for one whose
+        stored scale is not finite."""
+
+    def unpack(
+        self, fmt: Format, side: str, buffer: NDArray[np.uint8], first: int, n: int
+    ) -> NDArray[np.uint8]:
+        """The n rows from slot `first` on, as they were packed."""
+
     def attention(
         self,
         q: Any,
@@ -75,6 +88,8 @@ class Backend(Protocol):
         return_lse: bool = False,
     ) -> Any:
         """Attention of n_q positions over n_kv encoded tokens, `[n_q, num_heads, head_dim_v]`.
+
+        Blocks are uint8 `[n_kv, num_kv_heads, row_bytes]`, or both sides `tiles.Tiles`.
 
         The queries are the last n_q of the cached tokens, or start at row `position`, which may
         lie before or after the rows given (they are then a segment of a cache). Row t belongs to

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvproof import rotation
+from kvproof.backends import tiles
 from kvproof.backends.reference import (
     check_attention,
     check_offsets,
@@ -42,6 +43,9 @@ except ModuleNotFoundError as missing:
         "backend cpu: the compiled kernels (kvproof._kernels) are missing; build them with "
         "`make setup` or install a wheel"
     ) from missing
+
+# Sets with kernels that read tiles; the others read rows.
+TILE_ISAS: frozenset[str] = frozenset()
 
 _VARIANTS = ("tbq3_tcq", "qjl1_256")  # with a codebook or projection of their own
 
@@ -126,14 +130,19 @@ def default_threads() -> int:
     return int(text)
 
 
+_SERIAL_BYTES = 1 << 16  # fewer bytes to be packed are not worth a second thread
+
+
 class CpuBackend:
     """Native kernels on the CPU (see docs/architecture.md for shapes and dtypes)."""
 
     name = "cpu"
 
-    def __init__(self, isa: str | None = None) -> None:
-        """Use `isa`, or what `chosen_isa` says."""
+    def __init__(self, isa: str | None = None, *, tiles: bool | None = None) -> None:
+        """Use `isa`, or what `chosen_isa` says. `tiles`: whether caches hold rows in tiles where
+        they can; None: where the set has kernels for them (the others would unpack them again)."""
         self.isa = isa or chosen_isa()
+        self._tiles = self.isa in TILE_ISAS if tiles is None else tiles
         if not isas().get(self.isa, False):
             raise Refused(f"backend cpu: instruction set {self.isa} is not available here")
 
@@ -269,6 +278,45 @@ class CpuBackend:
             _refuse_bad_row(bad, f, "keys")
         return _like(q, result)
 
+    def arranges(
+        self, key: str | Format, value: str | Format, head_dim_k: int, head_dim_v: int
+    ) -> bool:
+        """Whether this instance holds such caches in tiles."""
+        sides = ((format_of(key), head_dim_k), (format_of(value), head_dim_v))
+        return self._tiles and all(tiles.fits(f, head_dim) for f, head_dim in sides)
+
+    def pack(
+        self, fmt: str | Format, side: str, rows: Any, buffer: NDArray[np.uint8], at: int
+    ) -> None:
+        """Write rows to the slots from `at` on (see `Backend.pack`)."""
+        f, blocks = format_of(fmt), _last_contiguous(_bytes(rows, "pack: rows"))
+        threads = 1 if blocks.size <= _SERIAL_BYTES else default_threads()
+        try:
+            bad = _kernels.pack(threads, f.name, side, blocks, buffer, at)
+        except (TypeError, ValueError):
+            tiles.check(f, side, blocks, buffer, at, "pack")  # says what does not fit
+            raise
+        if bad >= 0:
+            raise tiles.bad_row(f, side, bad)
+
+    def unpack(
+        self,
+        fmt: str | Format,
+        side: str,
+        buffer: NDArray[np.uint8],
+        first: int,
+        n: int,
+        *,
+        out: NDArray[np.uint8] | None = None,
+    ) -> NDArray[np.uint8]:
+        """The n rows from slot `first` on, `[n, num_kv_heads, row_bytes]`."""
+        f = format_of(fmt)
+        shape = (n, buffer.shape[0], buffer.shape[2] // tiles.TOKENS)
+        rows = _output(out, shape, np.uint8, "unpack")
+        tiles.check(f, side, rows, buffer, first, "unpack")
+        _kernels.unpack(default_threads(), f.name, side, buffer, first, rows)
+        return rows
+
     def attention(
         self,
         q: Any,
@@ -294,7 +342,12 @@ class CpuBackend:
         `Backend.attention`); the same bytes for any number of threads."""
         fk, fv = format_of(key), format_of(value)
         queries = _floats(q, "attention: q")
-        keys, values = _bytes(k_blocks, "attention: keys"), _bytes(v_blocks, "attention: values")
+        tiled = tiles.check_pair(k_blocks, v_blocks, fk, fv)
+        if tiled and self.isa not in TILE_ISAS:
+            k_blocks, v_blocks, tiled = self._rows_of(k_blocks), self._rows_of(v_blocks), False
+        keys, values = k_blocks, v_blocks
+        if not tiled:
+            keys, values = _bytes(keys, "attention: keys"), _bytes(values, "attention: values")
         head_dim_k = fk.row_values(keys.shape[-1])
         check_attention(queries, keys, values, head_dim_k, window, scale, position)
         added = None if offsets is None else _floats(offsets, "attention: offsets")
@@ -318,16 +371,29 @@ class CpuBackend:
                 lse[...] = -np.inf
         elif result.size:
             first, end = spans(n_q, n_kv, causal, window, position)
-            side, bad = _kernels.attention(
-                self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
-                _last_contiguous(values), _handle(fk), _handle(fv), dim_v, first, end,
-                queries.shape[2] ** -0.5 if scale is None else float(scale),
+            factor = queries.shape[2] ** -0.5 if scale is None else float(scale)
+            pages = None if added is None else _last_contiguous(added)
+            of_heads = (
                 _head_scales(fk, k_scale, keys.shape[1], "k_scale"),
                 _head_scales(fv, v_scale, keys.shape[1], "v_scale"),
-                None if added is None else _last_contiguous(added), page, phase, result, lse,
-            )  # fmt: skip
+            )
+            if tiled:
+                side, bad = _kernels.attention_tiles(
+                    self.isa, _threads(threads), _last_contiguous(queries), keys.buffer,
+                    values.buffer, fk.name, fv.name, head_dim_k, dim_v, keys.first, n_kv, first,
+                    end, factor, pages, page, phase, result, lse,
+                )  # fmt: skip
+            else:
+                side, bad = _kernels.attention(
+                    self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
+                    _last_contiguous(values), _handle(fk), _handle(fv), dim_v, first, end, factor,
+                    *of_heads, pages, page, phase, result, lse,
+                )  # fmt: skip
             _refuse_bad_row(bad, fv if side else fk, "values" if side else "keys")
         return _like(q, result) if lse is None else (_like(q, result), _like(q, lse))
+
+    def _rows_of(self, t: tiles.Tiles) -> NDArray[np.uint8]:
+        return self.unpack(t.format, t.side, t.buffer, t.first, t.n)
 
     def _check(self, op: str, f: Format, head_dim: int) -> None:
         reason = self.refuses(op, f, head_dim)

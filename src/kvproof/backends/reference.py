@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import kvproof.formats as formats
 from kvproof import rotation
+from kvproof.backends import tiles
 from kvproof.errors import RequestError
 from kvproof.formats import Format
 from kvproof.formats.base import as_float32
@@ -24,6 +25,10 @@ class ReferenceBackend:
     """Float64 attention on decoded rows, in the stored (rotated) domain."""
 
     name = "reference"
+
+    def __init__(self, *, tiles: bool = False) -> None:
+        """`tiles`: whether caches hold rows in tiles where they can."""
+        self._tiles = tiles
 
     def environment(self) -> dict[str, Any]:
         """NumPy and nothing else."""
@@ -66,6 +71,20 @@ class ReferenceBackend:
             "qhd,thd->qht", rotated, np.repeat(rows, group, axis=1), optimize=True
         )
         return out
+
+    def arranges(self, key: Format, value: Format, head_dim_k: int, head_dim_v: int) -> bool:
+        """If it was made so, wherever there are tiles for both."""
+        return self._tiles and tiles.fits(key, head_dim_k) and tiles.fits(value, head_dim_v)
+
+    def pack(self, fmt: Format, side: str, rows: Any, buffer: NDArray[np.uint8], at: int) -> None:
+        """See tiles.pack."""
+        tiles.pack(fmt, side, np.asarray(rows), buffer, at)
+
+    def unpack(
+        self, fmt: Format, side: str, buffer: NDArray[np.uint8], first: int, n: int
+    ) -> NDArray[np.uint8]:
+        """See tiles.unpack."""
+        return tiles.unpack(fmt, side, buffer, first, n)
 
     def attention(
         self,
@@ -118,7 +137,8 @@ class ReferenceBackend:
     ) -> Any:
         """`attention` before rounding to float32."""
         fk, fv = formats.get(key), formats.get(value)
-        queries, keys, values = _queries(q), np.asarray(k_blocks), np.asarray(v_blocks)
+        tiles.check_pair(k_blocks, v_blocks, fk, fv)
+        queries, keys, values = _queries(q), _rows(k_blocks), _rows(v_blocks)
         head_dim_k = fk.row_values(keys.shape[-1])
         check_attention(queries, keys, values, head_dim_k, window, scale, position)
         added = None if offsets is None else as_float32(offsets, "offsets")
@@ -138,6 +158,13 @@ class ReferenceBackend:
         if fv.spin is not None:
             out = out @ fv.spin.matrix(out.shape[-1])
         return (out, log_sum_exp(scores)) if return_lse else out
+
+
+def _rows(blocks: Any) -> NDArray[Any]:
+    """Encoded rows as an array; those in tiles are read from them."""
+    if isinstance(blocks, tiles.Tiles):
+        return tiles.unpack(blocks.format, blocks.side, blocks.buffer, blocks.first, blocks.n)
+    return np.asarray(blocks)
 
 
 def _queries(q: Any) -> NDArray[np.float32]:

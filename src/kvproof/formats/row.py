@@ -148,14 +148,16 @@ def unpack_bits(packed: Bytes) -> NDArray[np.uint8]:
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
-def _pack_grouped_nibbles(codes: NDArray[np.integer[Any]]) -> Bytes:
+def pack_grouped_nibbles(codes: NDArray[np.integer[Any]]) -> Bytes:
+    """4-bit codes `[m, n]` to bytes `[m, n / 2]`: `pack_nibbles` of each group."""
     planes = [
         pack_nibbles(codes[:, s : s + n].astype(np.uint8)) for s, n in groups(codes.shape[-1])
     ]
     return np.concatenate(planes, axis=-1)
 
 
-def _unpack_grouped_nibbles(packed: Bytes) -> NDArray[np.uint8]:
+def unpack_grouped_nibbles(packed: Bytes) -> NDArray[np.uint8]:
+    """Inverse of pack_grouped_nibbles."""
     halves = [(s // 2, n // 2) for s, n in groups(packed.shape[-1] * 2)]
     return np.concatenate([unpack_nibbles(packed[:, s : s + n]) for s, n in halves], axis=-1)
 
@@ -177,22 +179,22 @@ def _decode_tq8(b: Bytes) -> NDArray[np.float64]:
 
 def _encode_tq5(y: Floats) -> tuple[Bytes, Counters]:
     codes, unit = fit_unit(y, CODEBOOK5, STARTS["tq5"])
-    return _finish([_pack_grouped_nibbles(codes & 15), pack_bits(codes >> 4)], unit, y)
+    return _finish([pack_grouped_nibbles(codes & 15), pack_bits(codes >> 4)], unit, y)
 
 
 def _decode_tq5(b: Bytes) -> NDArray[np.float64]:
     half = (b.shape[-1] - 2) * 8 // 5 // 2
-    codes = _unpack_grouped_nibbles(b[:, :half]) | unpack_bits(b[:, half:-2]) << 4
+    codes = unpack_grouped_nibbles(b[:, :half]) | unpack_bits(b[:, half:-2]) << 4
     return _times_unit(np.asarray(CODEBOOK5)[codes], b)
 
 
 def _encode_tq4(y: Floats) -> tuple[Bytes, Counters]:
     codes, unit = fit_unit(y, CODEBOOK4, STARTS["tq4"])
-    return _finish([_pack_grouped_nibbles(codes)], unit, y)
+    return _finish([pack_grouped_nibbles(codes)], unit, y)
 
 
 def _decode_tq4(b: Bytes) -> NDArray[np.float64]:
-    return _times_unit(np.asarray(CODEBOOK4)[_unpack_grouped_nibbles(b[:, :-2])], b)
+    return _times_unit(np.asarray(CODEBOOK4)[unpack_grouped_nibbles(b[:, :-2])], b)
 
 
 def _encode_tq3(y: Floats) -> tuple[Bytes, Counters]:

@@ -340,8 +340,10 @@ def poison(model: Any, ids: Sequence[int], pair: Candidate, backend: str) -> dic
         model.prefill(ids[:half], cache)
         if spoil is not None:
             for layer in cache.kv.owners:
-                blocks = layer.k_blocks if spoil == "key" else layer.v_blocks
-                blocks[:] = np.roll(blocks, 1, axis=0)
+                if spoil == "key":
+                    layer.k_blocks = np.roll(layer.k_blocks, 1, axis=0)
+                else:
+                    layer.v_blocks = np.roll(layer.v_blocks, 1, axis=0)
         return model.prefill(ids[half:], cache)
 
     with torch.inference_mode():
