@@ -357,6 +357,7 @@ struct Kernels {
 extern const Kernels kernels_scalar;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx2vnni;
 extern const Kernels kernels_avx512;
 #endif
 

@@ -15,6 +15,7 @@ namespace {
 
 struct Avx512 : CodesAvx2 {
   static constexpr bool UNSIGNED_ROWS = false;
+  static constexpr bool FUSED_MADD = true;
   using RowValue = std::int16_t;
   static constexpr int LANES = 16;
   using F = __m512;

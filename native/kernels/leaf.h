@@ -561,8 +561,10 @@ bool score_lanes(const Rows& rows, const Table& table, const void* query,
                  std::ptrdiff_t query_stride, const float* row_scale, const std::int32_t* start,
                  float* scales, float* out, std::ptrdiff_t plane) {
   constexpr bool BLOCKS = path_of(F) == BLOCK;
-  // A multiply-add with accumulation takes 5 cycles on 16 lanes, where two sums a row are kept.
-  constexpr int L = I::LANES, CHAINS = L == 16 && !BLOCKS ? 2 : 1;
+  // A multiply-add that is one instruction takes 5 cycles: two sums a row are kept, as far as there
+  // are registers for them.
+  constexpr int L = I::LANES;
+  constexpr int CHAINS = I::FUSED_MADD && !BLOCKS && (L == 16 || MR <= 2) ? 2 : 1;
   const int n = rows.n, dim = rows.dim, groups = groups_of(dim);
   alignas(64) std::uint16_t halves[BLOCKS ? MAX_SCALES : TILE];
   const std::uint8_t* row_of[TILE];

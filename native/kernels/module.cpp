@@ -15,6 +15,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "cpu.h"
 #include "half.h"
 #include "ops.h"
 #include "pool.h"
@@ -67,34 +68,45 @@ Coded coded_of(const std::string& identity) {
   return {fmt, &constants.book[fmt]};
 }
 
-// (name, can run here), best last. __builtin_cpu_supports also asks whether the system saves the
-// registers.
-std::vector<std::pair<std::string, bool>> isas() {
-  std::vector<std::pair<std::string, bool>> out{{"scalar", true}};
+// Every instruction set that there are kernels for, best last; null where this build has none.
+struct Isa {
+  const char* name;
+  const Kernels* kernels;
+  std::string missing;  // what it needs that is not here
+};
+
+const std::vector<Isa>& known_isas() {
+  const Kernels *avx2 = nullptr, *avx2vnni = nullptr, *avx512 = nullptr;
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
-                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("pclmul");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-                      __builtin_cpu_supports("avx512vbmi");
-  out.emplace_back("avx2", avx2);
-  out.emplace_back("avx512", avx512);
+  avx2 = &kernels_avx2;
+  avx2vnni = &kernels_avx2vnni;
+  avx512 = &kernels_avx512;
 #endif
+  static const std::vector<Isa> all{{"scalar", &kernels_scalar, ""},
+                                    {"avx2", avx2, missing_for_avx2()},
+                                    {"avx2vnni", avx2vnni, missing_for_avx2vnni()},
+                                    {"avx512", avx512, missing_for_avx512()}};
+  return all;
+}
+
+// (name, can run here), best last.
+std::vector<std::pair<std::string, bool>> isas() {
+  std::vector<std::pair<std::string, bool>> out;
+  for (const Isa& isa : known_isas()) out.emplace_back(isa.name, isa.missing.empty());
   return out;
 }
 
-const Kernels& kernels_of(const std::string& isa) {
-  for (const auto& [name, available] : isas())
-    if (name == isa && available) {
-#if defined(__x86_64__)
-      if (name == "avx2") return kernels_avx2;
-      if (name == "avx512") return kernels_avx512;
-#endif
-      return kernels_scalar;
-    }
-  throw std::invalid_argument("instruction set " + isa + " is not available here");
+// What a set needs that is not here; "" if it can run.
+std::string missing_for(const std::string& name) {
+  for (const Isa& isa : known_isas())
+    if (name == isa.name) return isa.missing;
+  throw std::invalid_argument("no instruction set " + name);
+}
+
+const Kernels& kernels_of(const std::string& name) {
+  for (const Isa& isa : known_isas())
+    if (name == isa.name && isa.missing.empty()) return *isa.kernels;
+  throw std::invalid_argument("instruction set " + name + " is not available here");
 }
 
 const float* head_scales(const Scales& scale, std::size_t heads) {
@@ -355,6 +367,7 @@ NB_MODULE(_kernels, m) {
   m.attr("MAX_DIM") = MAX_DIM;
   m.attr("FORMATS") = std::vector<std::string>(FORMAT_NAMES, FORMAT_NAMES + FORMATS);
   m.def("isas", &isas);
+  m.def("missing_for", &missing_for, "isa"_a);
   m.def("set_book", &set_book, "format"_a, "values"_a, "cuts"_a, "start"_a, "tries"_a);
   m.def("set_trellis", &set_trellis, "format"_a, "states"_a, "taps0"_a, "taps1"_a, "offsets"_a);
   m.def("set_units", &set_units, "values"_a, "cuts"_a);

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu.h"
 #include "pool.h"
 #include "weights/ops.h"
 
@@ -19,42 +20,43 @@ using namespace nb::literals;
 namespace kvproof::weights {
 namespace {
 
-std::vector<const Ops*> available() {
-  std::vector<const Ops*> list{&ops_scalar};
+// The instruction sets of the attention kernels by name, best last, with what they have to offer
+// here: integer dot products are no use to float32 products.
+struct Isa {
+  const char* name;
+  const Ops* ops;
+};
+
+std::vector<Isa> available() {
+  std::vector<Isa> list{{"scalar", &ops_scalar}};
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
-    list.push_back(&ops_avx2);
-    // The whole file is compiled for these, so all of them must be there.
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi")) {
-      list.push_back(&ops_avx512);
-    }
-  }
+  if (missing_for_avx2().empty()) list.push_back({"avx2", &ops_avx2});
+  if (missing_for_avx2vnni().empty()) list.push_back({"avx2vnni", &ops_avx2});
+  if (missing_for_avx512().empty()) list.push_back({"avx512", &ops_avx512});
 #endif
   return list;
 }
 
-const Ops& find(const std::string& name) {
+Isa find(const std::string& name) {
   std::string names;
-  for (const Ops* ops : available()) {
-    if (name == ops->name) return *ops;
-    names += names.empty() ? ops->name : std::string(", ") + ops->name;
+  for (const Isa& isa : available()) {
+    if (name == isa.name) return isa;
+    names += names.empty() ? isa.name : std::string(", ") + isa.name;
   }
   throw std::invalid_argument("KVPROOF_CPU_ISA: " + name + " cannot run here; choose one of " +
                               names);
 }
 
-const Ops& ops(const std::string& isa) {
-  if (!isa.empty()) return find(isa);
-  static const Ops& chosen = [&]() -> const Ops& {
+// The set that KVPROOF_CPU_ISA names, or the best.
+const Isa& chosen() {
+  static const Isa isa = [] {
     const char* forced = std::getenv("KVPROOF_CPU_ISA");
-    return forced && *forced ? find(forced) : *available().back();
+    return forced && *forced ? find(forced) : available().back();
   }();
-  return chosen;
+  return isa;
 }
+
+const Ops& ops(const std::string& isa) { return *(isa.empty() ? chosen() : find(isa)).ops; }
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
@@ -185,10 +187,10 @@ NB_MODULE(_weights, m) {
   using namespace kvproof::weights;
   m.def("isas", [] {
     std::vector<std::string> names;
-    for (const Ops* ops : available()) names.emplace_back(ops->name);
+    for (const Isa& isa : available()) names.emplace_back(isa.name);
     return names;
   });
-  m.def("isa", [] { return std::string(ops("").name); });
+  m.def("isa", [] { return std::string(chosen().name); });
   m.def("dequantize_f32", &dequantize_f32, "type"_a, "src"_a, "out"_a, "threads"_a, "isa"_a = "");
   m.def("dequantize_bf16", &dequantize_bf16, "type"_a, "src"_a, "out"_a, "threads"_a, "isa"_a = "");
   m.def("advise_huge", &advise_huge, "at"_a, "bytes"_a);

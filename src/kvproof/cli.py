@@ -602,7 +602,7 @@ def doctor(json_: Json = False) -> None:
     import importlib.util
 
     from kvproof import __version__, backends
-    from kvproof.backends.cpu import isas
+    from kvproof.backends.cpu import isas, missing_for
     from kvproof.formats import all_formats
 
     rows: list[dict[str, Any]] = []
@@ -625,7 +625,13 @@ def doctor(json_: Json = False) -> None:
     for part in ("torch", "transformers", "sentencepiece", "tokenizers", "xllamacpp"):
         found = importlib.util.find_spec(part) is not None
         parts[part] = importlib.metadata.version(part) if found else None
-    document = {"version": __version__, "backends": rows, "cpu_isas": isas(), "optional": parts}
+    document = {
+        "version": __version__,
+        "backends": rows,
+        "cpu_isas": isas(),
+        "cpu_isas_missing": {name: missing_for(name) for name, ok in isas().items() if not ok},
+        "optional": parts,
+    }
     if json_:
         _print_json(document)
         return
@@ -639,9 +645,10 @@ def doctor(json_: Json = False) -> None:
             f"{row['backend']}: {env['device']}, instruction set {env['isa']}, "
             f"threads {env['threads']}, kernels {row['digest'][:12]}"
         )
-    have = ", ".join(name for name, ok in isas().items() if ok)
-    lack = ", ".join(name for name, ok in isas().items() if not ok) or "none"
-    _say(f"CPU instruction sets: {have} (not on this machine: {lack})")
+    in_use = [r["environment"]["isa"] for r in rows if r["backend"] == "cpu" and r["available"]]
+    for name, ok in isas().items():
+        state = "in use" if name in in_use else "available" if ok else f"needs {missing_for(name)}"
+        _say(f"instruction set {name}: {state}")
     for part, version in parts.items():
         _say(f"{part}: {version or 'not installed'}")
 

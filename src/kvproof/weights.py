@@ -35,8 +35,8 @@ READABLE = {
 
 
 def isa() -> str:
-    """Instruction set in use: scalar, avx2 or avx512; RequestError if KVPROOF_CPU_ISA names one
-    that cannot run here."""
+    """Instruction set in use, named as in `backends.cpu.isas`; RequestError if KVPROOF_CPU_ISA
+    names one that cannot run here."""
     try:
         name: str = _weights.isa()
     except ValueError as error:

@@ -149,10 +149,13 @@ def test_isa_and_threads_from_the_environment(monkeypatch):
     monkeypatch.setenv("KVPROOF_CPU_ISA", "neon9")
     with pytest.raises(RequestError, match="neon9: unknown, choose one of scalar"):
         cpu.CpuBackend()
+    assert {"scalar", "avx2", "avx2vnni", "avx512"} <= set(cpu.isas())
     for name, available in cpu.isas().items():
+        lacks = cpu.missing_for(name)
+        assert available == (lacks == "")
         if not available:
             monkeypatch.setenv("KVPROOF_CPU_ISA", name)
-            with pytest.raises(Refused, match="cannot run it"):
+            with pytest.raises(Refused, match=f"cannot run it, it lacks {lacks}; choose one of"):
                 cpu.CpuBackend()
     monkeypatch.setenv("KVPROOF_THREADS", "3")
     assert cpu.default_threads() == 3

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed (extra: transformers)")
 
 from kvproof import _weights, weights  # noqa: E402
+from kvproof.backends import cpu  # noqa: E402
 from kvproof.errors import RequestError  # noqa: E402
 from kvproof.gguf import GGUF, RawTensor, write_gguf  # noqa: E402
 
@@ -130,16 +131,20 @@ def test_rms_norm_matches_float64(n, isa):
 
 
 def test_an_unknown_instruction_set_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match=r"neon cannot run here; choose one of scalar"):
-        _weights.dequantize_f32(0, np.zeros(4, np.uint8), torch.zeros(1), 1, "neon")
+    with pytest.raises(ValueError, match=r"neon9 cannot run here; choose one of scalar"):
+        _weights.dequantize_f32(0, np.zeros(4, np.uint8), torch.zeros(1), 1, "neon9")
+
+
+def test_the_engine_takes_every_instruction_set_of_the_kernels():
+    assert [name for name, here in cpu.isas().items() if here] == ISAS
 
 
 def test_a_forced_instruction_set_is_used_or_refused():
     code = "from kvproof import weights; print(weights.isa())"
-    for name in [*ISAS, "neon"]:
+    for name in [*ISAS, "neon9"]:
         env = os.environ | {"KVPROOF_CPU_ISA": name}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-        if name == "neon":
-            assert "RequestError: KVPROOF_CPU_ISA: neon cannot run here; choose" in done.stderr
+        if name == "neon9":
+            assert "RequestError: KVPROOF_CPU_ISA: neon9 cannot run here; choose" in done.stderr
         else:
             assert done.stdout.strip() == name

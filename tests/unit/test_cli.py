@@ -148,7 +148,20 @@ def test_doctor_names_what_is_there_and_what_is_not(kv) -> None:  # type: ignore
     assert rows["cpu"]["available"] and rows["cpu"]["environment"]["isa"] in document["cpu_isas"]
     assert not rows["cuda"]["available"] and rows["cuda"]["reason"]
     assert "tq4" in rows["cpu"]["kernels"]["tq4"]
-    assert kv("doctor")[0] == 0
+    assert (
+        rows["cpu"]["environment"]["isa"] == [n for n, ok in document["cpu_isas"].items() if ok][-1]
+    )
+
+
+def test_doctor_names_the_instruction_set_in_use_and_what_others_need(kv) -> None:  # type: ignore[no-untyped-def]
+    document = json.loads(kv("doctor", "--json")[1])
+    in_use = {r["backend"]: r for r in document["backends"]}["cpu"]["environment"]["isa"]
+    lines = kv("doctor")[1].splitlines()
+    for name, here in document["cpu_isas"].items():
+        needed = document["cpu_isas_missing"].get(name)
+        state = "in use" if name == in_use else "available" if here else f"needs {needed}"
+        assert f"instruction set {name}: {state}" in lines
+        assert here == (needed is None) and needed != ""
 
 
 def test_help_needs_nothing_heavy() -> None:

@@ -1,9 +1,9 @@
 """The CPU backend: native kernels, one set per instruction set, chosen once.
 
-`KVPROOF_CPU_ISA` (scalar, avx2 or avx512) forces a set, `KVPROOF_THREADS` the default number of
-threads. Cached rows are read in place: any strides in the first two axes, no repacking. NumPy
-arrays and torch CPU tensors are taken without copies where they are float32 (queries, inputs) or
-uint8 (blocks) and contiguous along the last axis.
+`KVPROOF_CPU_ISA` (scalar, avx2, avx2vnni or avx512) forces a set, `KVPROOF_THREADS` the
+default number of threads. Cached rows are read in place: any strides in the first two axes, no
+repacking. NumPy arrays and torch CPU tensors are taken without copies where they are float32
+(queries, inputs) or uint8 (blocks) and contiguous along the last axis.
 """
 
 from __future__ import annotations
@@ -99,9 +99,14 @@ MAX_THREADS = 1024
 
 
 def isas() -> dict[str, bool]:
-    """Instruction sets that this build has kernels for, best last -> whether this machine runs
-    them."""
+    """Instruction sets that there are kernels for, best last -> whether this machine runs them."""
     return dict(_kernels.isas())
+
+
+def missing_for(isa: str) -> str:
+    """What an instruction set of `isas()` needs that is not here: "AVX-VNNI"; "" if it can run."""
+    missing: str = _kernels.missing_for(isa)
+    return missing
 
 
 def chosen_isa() -> str:
@@ -114,7 +119,10 @@ def chosen_isa() -> str:
         raise RequestError(f"KVPROOF_CPU_ISA={forced}: unknown, choose one of {', '.join(known)}")
     if not known[forced]:
         here = ", ".join(name for name, available in known.items() if available)
-        raise Refused(f"KVPROOF_CPU_ISA={forced}: this machine cannot run it (it has {here})")
+        raise Refused(
+            f"KVPROOF_CPU_ISA={forced}: this machine cannot run it, it lacks "
+            f"{missing_for(forced)}; choose one of {here}"
+        )
     return forced
 
 
