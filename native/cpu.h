@@ -7,6 +7,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -55,11 +59,27 @@ inline std::string missing_for_avx512() {
                   {"AVX512_VBMI", __builtin_cpu_supports("avx512vbmi") != 0}});
 }
 
+// AMX with int8, and the system's leave to use its registers: Linux gives it to a process that
+// asks.
+inline std::string missing_for_amx() {
+  if (std::string avx512 = missing_for_avx512(); !avx512.empty()) return avx512;
+  unsigned eax, ebx, ecx, edx = 0;
+  const bool leaf = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx);
+  const bool tile = leaf && (edx >> 24 & 1), int8 = leaf && (edx >> 25 & 1);
+  bool leave = false;
+#if defined(__linux__)
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
+  leave = tile && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+#endif
+  return missing({{"AMX-TILE", tile}, {"AMX-INT8", int8}, {"the system's leave for AMX", leave}});
+}
+
 inline std::string missing_for_neon() { return "AArch64"; }
 #else
 inline std::string missing_for_avx2() { return "x86-64"; }
 inline std::string missing_for_avx2vnni() { return "x86-64"; }
 inline std::string missing_for_avx512() { return "x86-64"; }
+inline std::string missing_for_amx() { return "x86-64"; }
 #if defined(__aarch64__) && defined(__linux__)
 // Older processors have NEON without the dot products (Cortex-A72).
 inline std::string missing_for_neon() {

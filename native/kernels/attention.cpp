@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "carver.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -103,23 +104,6 @@ Table value_table(const Kernels& isa, const Side& side) {
   }
   return t;
 }
-
-// Consecutive pieces of one allocation, each on its own cache line.
-class Carver {
- public:
-  explicit Carver(void* base = nullptr) : base_(reinterpret_cast<std::uintptr_t>(base)) {}
-  template <class T>
-  T* take(std::size_t n) {
-    T* p = reinterpret_cast<T*>(base_ + used_);
-    used_ += (n * sizeof(T) + 63) / 64 * 64;
-    return p;
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  std::uintptr_t base_;
-  std::size_t used_ = 0;
-};
 
 // Rows as the kernels of their layout read them: n tokens of a KV head from `first` on, in place or
 // repacked to `space`.

@@ -72,20 +72,26 @@ Coded coded_of(const std::string& identity) {
 struct Isa {
   const char* name;
   const Kernels* kernels;
-  std::string missing;  // what it needs that is not here
+  const TileKernels* tiles;  // null: the set reads rows only
+  std::string missing;       // what it needs that is not here
 };
 
 const std::vector<Isa>& known_isas() {
   const Kernels *avx2 = nullptr, *avx2vnni = nullptr, *avx512 = nullptr;
+  const TileKernels *tiles512 = nullptr, *amx = nullptr;
 #if defined(__x86_64__)
   avx2 = &kernels_avx2;
   avx2vnni = &kernels_avx2vnni;
   avx512 = &kernels_avx512;
+  tiles512 = &tiles_avx512;
+  amx = &tiles_amx;
 #endif
-  static const std::vector<Isa> all{{"scalar", &kernels_scalar, ""},
-                                    {"avx2", avx2, missing_for_avx2()},
-                                    {"avx2vnni", avx2vnni, missing_for_avx2vnni()},
-                                    {"avx512", avx512, missing_for_avx512()}};
+  static const std::vector<Isa> all{{"scalar", &kernels_scalar, &tiles_scalar, ""},
+                                    {"avx2", avx2, nullptr, missing_for_avx2()},
+                                    {"avx2vnni", avx2vnni, nullptr, missing_for_avx2vnni()},
+                                    {"avx512", avx512, tiles512, missing_for_avx512()},
+                                    // Rows are read as by avx512.
+                                    {"amx", avx512, amx, missing_for_amx()}};
   return all;
 }
 
@@ -139,6 +145,21 @@ Query query_of(const Heads& q, const Side& keys) {
   return {q.data(), q.stride(0), q.stride(1), int(q.shape(0)), int(q.shape(1)), keys.dim};
 }
 
+void check_mask(const Query& q, int n_kv, int first, int end) {
+  if (first < -q.n || first > n_kv || end < -q.n || end > n_kv)
+    throw std::invalid_argument("no such tokens");
+}
+
+Offsets offsets_of(const std::optional<Heads>& offsets, const Query& q, int n_kv, std::int64_t page,
+                   std::int64_t phase) {
+  if (!offsets) return {};
+  if (int(offsets->shape(0)) != q.n || int(offsets->shape(1)) != q.heads || page < 1 || phase < 0 ||
+      (offsets->stride(2) != 1 && offsets->shape(2) > 1) ||
+      std::int64_t(offsets->shape(2)) * page < phase + n_kv)
+    throw std::invalid_argument("offsets do not match");
+  return {offsets->data(), offsets->stride(0), offsets->stride(1), page, phase};
+}
+
 // Query i sees tokens [first + i, end + i). Returns the row of the first stored scale or element
 // that is not finite: (0, row) of the keys, (1, row) of the values, or (-1, -1).
 std::pair<int, std::ptrdiff_t> attention_call(
@@ -157,16 +178,8 @@ std::pair<int, std::ptrdiff_t> attention_call(
   if (values.n != keys.n || values.heads != keys.heads || query.n < 1 ||
       out.size() != rows * dim_v || (lse && lse->size() != rows))
     throw std::invalid_argument("shapes do not match");
-  if (first < -query.n || first > keys.n || end < -query.n || end > keys.n)
-    throw std::invalid_argument("no such tokens");
-  Offsets added{};
-  if (offsets) {
-    if (int(offsets->shape(0)) != query.n || int(offsets->shape(1)) != query.heads || page < 1 ||
-        phase < 0 || (offsets->stride(2) != 1 && offsets->shape(2) > 1) ||
-        std::int64_t(offsets->shape(2)) * page < phase + keys.n)
-      throw std::invalid_argument("offsets do not match");
-    added = {offsets->data(), offsets->stride(0), offsets->stride(1), page, phase};
-  }
+  check_mask(query, keys.n, first, end);
+  const Offsets added = offsets_of(offsets, query, keys.n, page, phase);
   nb::gil_scoped_release free;
   if (attention(kernels, threads, query, keys, values, {first, end}, added, scale, out.data(),
                 lse ? lse->data() : nullptr))
@@ -174,6 +187,58 @@ std::pair<int, std::ptrdiff_t> attention_call(
   const std::ptrdiff_t row = first_bad_row(kernels, keys);
   if (row >= 0) return {0, row};
   return {1, first_bad_row(kernels, values)};
+}
+
+const TileKernels* tiles_of(const std::string& name) {
+  for (const Isa& isa : known_isas())
+    if (name == isa.name && isa.missing.empty()) return isa.tiles;
+  return nullptr;
+}
+
+using Tiles = nb::ndarray<const std::uint8_t, nb::ndim<3>, nb::device::cpu, nb::c_contig>;
+
+// Rows first_row ... first_row + n - 1 of tiles [head][tile][bytes] as cached rows.
+TileSide tile_side_of(const std::string& format, const Tiles& tiles, int dim, int first_row,
+                      int n) {
+  const auto [fmt, book] = coded_of(format);
+  if (!has_tiles(fmt, dim) || std::ptrdiff_t(tiles.shape(2)) != tile_bytes(fmt, dim) ||
+      first_row < 0 || n < 1 || std::int64_t(first_row) + n > std::int64_t(tiles.shape(1)) * TILE)
+    throw std::invalid_argument("tiles do not match " + format);
+  const std::ptrdiff_t stride = std::ptrdiff_t(tiles.shape(2));
+  return {fmt,
+          book,
+          tiles.data() + first_row / TILE * stride,
+          std::ptrdiff_t(tiles.shape(1)) * stride,
+          first_row % TILE,
+          n,
+          int(tiles.shape(0)),
+          dim};
+}
+
+std::pair<int, std::ptrdiff_t> attention_tiles_call(
+    const std::string& isa, int threads, const Heads& q, const Tiles& k, const Tiles& v,
+    const std::string& key, const std::string& value, int dim_k, int dim_v, int first_row,
+    int n_rows, int first, int end, float scale, const std::optional<Heads>& offsets,
+    std::int64_t page, std::int64_t phase, const OutFloats& out,
+    const std::optional<OutFloats>& lse) {
+  const Kernels& kernels = kernels_of(isa);
+  const TileKernels* const tiles = tiles_of(isa);
+  if (!tiles) throw std::invalid_argument("instruction set " + isa + " has no kernels over tiles");
+  const TileSide keys = tile_side_of(key, k, dim_k, first_row, n_rows);
+  const TileSide values = tile_side_of(value, v, dim_v, first_row, n_rows);
+  if (int(q.shape(2)) != dim_k || q.shape(1) % std::size_t(keys.heads) || q.stride(2) != 1)
+    throw std::invalid_argument("queries do not match the keys");
+  const Query query{q.data(), q.stride(0), q.stride(1), int(q.shape(0)), int(q.shape(1)), dim_k};
+  const std::size_t rows = std::size_t(query.n) * query.heads;
+  if (values.heads != keys.heads || query.n < 1 || out.size() != rows * dim_v ||
+      (lse && lse->size() != rows))
+    throw std::invalid_argument("shapes do not match");
+  const Offsets added = offsets_of(offsets, query, keys.n, page, phase);
+  check_mask(query, keys.n, first, end);
+  nb::gil_scoped_release free;
+  attention_tiles(kernels, *tiles, threads, query, keys, values, {first, end}, added, scale,
+                  out.data(), lse ? lse->data() : nullptr);
+  return {-1, -1};  // as `attention`: but tiles hold no scale that is not finite
 }
 
 std::ptrdiff_t scores_call(const std::string& isa, int threads, const Heads& q, const Bytes& k,
@@ -382,6 +447,15 @@ NB_MODULE(_kernels, m) {
   m.def("attention", &attention_call, "isa"_a, "threads"_a, "q"_a, "k"_a, "v"_a, "key"_a, "value"_a,
         "dim_v"_a, "first"_a, "end"_a, "scale"_a, "k_scale"_a.none(), "v_scale"_a.none(),
         "offsets"_a.none(), "page"_a, "phase"_a, "out"_a, "lse"_a.none());
+  m.def("tiled_isas", [] {  // the sets that have kernels over tiles
+    std::vector<std::string> out;
+    for (const Isa& isa : known_isas())
+      if (isa.tiles) out.push_back(isa.name);
+    return out;
+  });
+  m.def("attention_tiles", &attention_tiles_call, "isa"_a, "threads"_a, "q"_a, "k"_a, "v"_a,
+        "key"_a, "value"_a, "dim_k"_a, "dim_v"_a, "first_row"_a, "n_rows"_a, "first"_a, "end"_a,
+        "scale"_a, "offsets"_a.none(), "page"_a, "phase"_a, "out"_a, "lse"_a.none());
   m.def("scores", &scores_call, "isa"_a, "threads"_a, "q"_a, "k"_a, "key"_a, "k_scale"_a.none(),
         "out"_a);
   m.def("encode", &encode_call, "isa"_a, "threads"_a, "format"_a, "x"_a, "scale"_a.none(), "out"_a);

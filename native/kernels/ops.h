@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "tiles.h"
 
 namespace kvproof {
 
@@ -91,6 +92,11 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, Coded format, const float
 std::ptrdiff_t decode(const Kernels& isa, int threads, Coded format, const std::uint8_t* blocks,
                       std::ptrdiff_t stride, std::ptrdiff_t rows, int dim, const float* scale,
                       float* out);
+// The same as `attention` over tiles, which hold finite scales only. Both sides begin in the same
+// slot of their first tile. has_tiles holds for both.
+void attention_tiles(const Kernels& isa, const TileKernels& tiles, int threads, const Query& q,
+                     const TileSide& keys, const TileSide& values, Mask mask,
+                     const Offsets& offsets, float scale, float* out, float* lse);
 // First such row of a side, in token-major order.
 std::ptrdiff_t first_bad_row(const Kernels& isa, const Side& side);
 

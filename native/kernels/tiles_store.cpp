@@ -15,41 +15,9 @@ namespace {
 static_assert(std::endian::native == std::endian::little);
 
 constexpr int QUAD = 16;       // tokens (keys) or dimensions (values) side by side in a line
-constexpr int LINE = 64;       // bytes: 16 x 4 items
 constexpr int KEY_BLOCK = 64;  // dimensions of keys whose codes lie together
 // Fewer bytes than this are not worth a second thread.
 constexpr std::ptrdiff_t SERIAL_BYTES = 1 << 16;
-
-// Bits of the planes of a code, lowest first; none for formats without tiles. A code of 8 bits is
-// the byte as stored.
-struct Planes {
-  int count = 0;
-  int bits[2] = {};
-
-  int all() const { return bits[0] + bits[1]; }
-};
-
-Planes planes_of(int f) {
-  switch (f) {
-    case TQ8:
-    case Q8_0:
-      return {1, {8}};
-    case TQ5:
-      return {2, {4, 1}};
-    case TQ4:
-    case Q4_0:
-    case Q4_0_ROT:
-    case TBQ4_0:
-      return {1, {4}};
-    case TQ3:
-    case TBQ3_0:
-      return {2, {2, 1}};
-    case TQ2:
-      return {1, {2}};
-    default:
-      return {};
-  }
-}
 
 template <class T>
 T load(const std::uint8_t* p) {

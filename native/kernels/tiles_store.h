@@ -9,10 +9,45 @@
 
 namespace kvproof {
 
+constexpr int LINE = 64;           // bytes: 16 lanes of 4 items
 constexpr int WIDEST_TILE = 1024;  // values of a row: their products fit an int32
 
 // A tile is TILE tokens of one KV head and one side, in exactly the bytes of their rows.
 constexpr std::ptrdiff_t tile_bytes(int f, int dim) { return TILE * row_bytes(f, dim); }
+// Bits of the planes of a code, lowest first; none for formats without tiles. A code of 8 bits is
+// the byte as stored.
+struct Planes {
+  int count = 0;
+  int bits[2] = {};
+
+  constexpr int all() const { return bits[0] + bits[1]; }
+};
+
+constexpr Planes planes_of(int f) {
+  switch (f) {
+    case TQ8:
+    case Q8_0:
+      return {1, {8}};
+    case TQ5:
+      return {2, {4, 1}};
+    case TQ4:
+    case Q4_0:
+    case Q4_0_ROT:
+    case TBQ4_0:
+      return {1, {4}};
+    case TQ3:
+    case TBQ3_0:
+      return {2, {2, 1}};
+    case TQ2:
+      return {1, {2}};
+    default:
+      return {};
+  }
+}
+// Scales follow the codes: of each row, or of each 32 values, TILE of them.
+constexpr std::ptrdiff_t tile_scales(int f, int dim) {
+  return std::ptrdiff_t(TILE) * dim * planes_of(f).all() / 8;
+}
 bool has_tiles(int fmt, int dim);
 
 // Tiles of one side: row t of head h is slot t % TILE of the tile at base + h * head_stride +

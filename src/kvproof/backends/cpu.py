@@ -45,7 +45,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 # Sets with kernels that read tiles; the others read rows.
-TILE_ISAS: frozenset[str] = frozenset()
+TILE_ISAS = frozenset(_kernels.tiled_isas()) - {"scalar"}  # by lanes they win nothing
 
 _VARIANTS = ("tbq3_tcq", "qjl1_256")  # with a codebook or projection of their own
 

@@ -1,0 +1,453 @@
+// Attention over tiles: tasks, splits, masks and merging around the kernels of tiles_leaf.h.
+//
+// A task is (KV head, block of query rows, chunk of tokens), as in attention.cpp. A block has up to
+// BLOCK_ROWS rows, multiplied eight at a time; sets with a matrix unit decode the tiles of a step
+// once for all of them. Tiles that no row of an octet sees are skipped. Chunks depend on the shapes
+// only, and are merged in order: any number of threads gives the same bytes.
+#include "tiles.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+#include "carver.h"
+#include "ops.h"
+#include "pool.h"
+
+namespace kvproof {
+namespace {
+
+constexpr int BLOCK_ROWS = 64;
+constexpr int OCTETS = BLOCK_ROWS / OCTET;
+constexpr int TARGET_TASKS = 64;
+constexpr int SMALLEST_CHUNK = 512;
+constexpr double SERIAL_WORK = 1 << 18;  // multiply-adds below which a second thread does not pay
+constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr double LN_2 = 0.69314718055994530942;
+constexpr int TILES = SUPER / TILE;
+
+int up(int n, int to) { return (n + to - 1) / to * to; }
+
+// Entries by the bits that a lookup sees.
+TileTable table_of(const TileSide& side, int offset, int second) {
+  const int kind = tile_kind(side.fmt), first = first_plane(kind);
+  TileTable t;
+  t.scale = 1;
+  if (first == 8) return t;
+  const Book& book = *side.book;
+  float largest = 0;
+  for (int i = 0; i < book.count; ++i) largest = std::max(largest, std::fabs(book.value[i]));
+  if (tile_fine(kind)) t.scale = 127 / largest;
+  for (int copy = 0; copy < 4; ++copy)
+    for (int i = 0; i < 64; ++i) {
+      int code = i & ((1 << first) - 1);
+      if (second_plane(kind)) code |= (i >> (first + copy) & 1) << first;
+      const float value = book.value[code % book.count] * t.scale, entry = std::nearbyint(value);
+      const float rest = std::clamp(std::nearbyint((value - entry) * float(second)), -127.f, 127.f);
+      t.entry[copy][i] = std::uint8_t(int(entry) + offset);
+      t.fine[copy][i] = std::uint8_t(int(rest) + offset);
+    }
+  return t;
+}
+
+class TileAttention {
+ public:
+  TileAttention(const Kernels& isa, const TileKernels& tiles, const Query& q, const TileSide& keys,
+                const TileSide& values, Mask mask, const Offsets& offsets, float scale, float* out,
+                float* lse)
+      : isa_(isa),
+        tiles_(tiles),
+        q_(q),
+        keys_(keys),
+        values_(values),
+        mask_(mask),
+        offsets_(offsets),
+        factor_(scale * LOG2_E),
+        out_(out),
+        lse_(lse),
+        key_kind_(tile_kind(keys.fmt)),
+        value_kind_(tile_kind(values.fmt)),
+        key_table_(table_of(keys, tiles.offset, 128)),
+        value_table_(table_of(values, tiles.offset, 256)),
+        key_spin_({keys.fmt, keys.book}, keys.dim),
+        value_spin_({values.fmt, values.book}, values.dim),
+        group_(q.heads / keys.heads),
+        rows_(q.n * group_),
+        block_rows_(std::min(rows_, BLOCK_ROWS)),
+        blocks_((rows_ + block_rows_ - 1) / block_rows_),
+        width_(block_rows_ > 4   ? 3
+               : block_rows_ > 2 ? 2
+                                 : block_rows_ - 1),
+        octets_((block_rows_ + OCTET - 1) / OCTET),
+        key_scales_(tile_blocks(key_kind_) ? keys.dim / GROUP : 1),
+        value_scales_(tile_blocks(value_kind_) ? values.dim / GROUP : 1),
+        left_blocks_(tiles.split_keys && tile_blocks(key_kind_)
+                         ? keys.dim / GROUP
+                         : up(keys.dim, BLOCK_DIMS) / BLOCK_DIMS),
+        shared_(octets_ > 1 && tiles.decode_keys[key_kind_]) {
+    int span = 0;
+    for (int b = 0; b < blocks_; ++b) span = std::max(span, high(last_query(b)) - start_of(b));
+    const int tasks = keys.heads * blocks_;
+    const int wanted = std::max(1, TARGET_TASKS / tasks);
+    const int most = std::max(1, (span + SMALLEST_CHUNK - 1) / SMALLEST_CHUNK);
+    const int chunks = std::min(wanted, most);
+    chunk_ = std::max(SUPER, up((span + chunks - 1) / chunks, SUPER));
+    chunks_ = std::max(1, (span + chunk_ - 1) / chunk_);
+  }
+
+  void run(int threads) {
+    Pool& pool = Pool::get();
+    std::lock_guard<std::mutex> hold(pool.gate());
+    const int heads = keys_.heads, tasks = heads * blocks_ * chunks_;
+    const double work = double(rows_) * heads * keys_.n * (keys_.dim + values_.dim);
+    if (work < SERIAL_WORK) threads = 1;
+    Carver measure;
+    Worker layout;
+    carve(measure, layout);
+    const std::size_t bytes = measure.used();
+    for (int i = 0; i < std::max(1, threads); ++i) pool.scratch(i).at_least(bytes);
+    const auto worker_of = [&](int worker) {
+      Worker w;
+      Carver c(pool.scratch(worker).at_least(bytes));
+      carve(c, w);
+      return w;
+    };
+    if (chunks_ > 1) {  // queries are prepared once for all chunks
+      std::vector<Prepared> prepared(std::size_t(heads * blocks_), Prepared{});
+      const auto share = [&](Carver c) {
+        partial_ = c.take<float>(std::size_t(tasks) * partial_size());
+        for (Prepared& p : prepared) carve(c, p);
+        return c.used();
+      };
+      share(Carver(pool.shared().at_least(share(Carver()))));
+      prepared_ = std::move(prepared);
+      for (int i = 0; i < heads * blocks_; ++i)
+        prepare(i / blocks_, i % blocks_, prepared_[std::size_t(i)]);
+    }
+    pool.run(tasks, threads, [&](int task, int worker) {
+      Worker w = worker_of(worker);
+      // Chunks of a head are neighbours in memory.
+      const int chunk = task % chunks_, rest = task / chunks_;
+      if (tiles_.begin) tiles_.begin(1 << width_);
+      chunk_task(rest / blocks_, rest % blocks_, chunk, w);
+      if (tiles_.end) tiles_.end();
+    });
+    if (chunks_ > 1)
+      pool.run(heads * blocks_, threads, [&](int task, int worker) {
+        Worker w = worker_of(worker);
+        merge(task / blocks_, task % blocks_, w);
+      });
+  }
+
+ private:
+  struct Prepared {       // query rows of a block
+    std::int8_t* left;    // [octet][block][2 * rows][64]
+    std::int32_t* start;  // [octet][scale][OCTET]
+    float* step;          // [octet][OCTET]
+    float* y;             // scratch: [dim]
+    std::int16_t* natural;
+  };
+  struct Worker {
+    Prepared query;
+    float *key_scales, *value_scales;  // [scale][SUPER]
+    float *scores, *products;          // [octet][OCTET][SUPER], [SUPER]
+    std::int8_t* weights;              // [scale][TILES][2 * rows][64]
+    std::int32_t* weight_start;        // [scale][OCTET]
+    float* weight_step;                // likewise
+    std::uint8_t *ring, *decoded;
+    float *sum_of_values, *maximum, *sum, *alpha, *largest, *y;
+  };
+
+  int octet_rows() const { return 1 << width_; }
+  std::size_t left_bytes() const { return std::size_t(left_blocks_) * 2 * octet_rows() * LINE; }
+
+  void carve(Carver& c, Prepared& p) const {
+    p.left = c.take<std::int8_t>(octets_ * left_bytes());
+    p.start = c.take<std::int32_t>(std::size_t(octets_) * key_scales_ * OCTET);
+    p.step = c.take<float>(std::size_t(octets_) * OCTET);
+    p.y = c.take<float>(std::size_t(keys_.dim));
+    p.natural = c.take<std::int16_t>(std::size_t(keys_.dim));
+  }
+  void carve(Carver& c, Worker& w) const {
+    carve(c, w.query);
+    w.key_scales = c.take<float>(std::size_t(key_scales_) * SUPER);
+    w.value_scales = c.take<float>(std::size_t(value_scales_) * SUPER);
+    w.scores = c.take<float>(std::size_t(octets_) * OCTET * SUPER);
+    w.products = c.take<float>(SUPER);
+    w.weights = c.take<std::int8_t>(std::size_t(value_scales_) * TILES * 2 * octet_rows() * LINE);
+    w.weight_start = c.take<std::int32_t>(std::size_t(value_scales_) * OCTET);
+    w.weight_step = c.take<float>(std::size_t(value_scales_) * OCTET);
+    w.ring = c.take<std::uint8_t>(RING);
+    w.decoded = c.take<std::uint8_t>(
+        shared_ ? std::max(key_tile_decoded() * TILES, value_group_decoded() * values_.dim / 16)
+                : 0);
+    w.sum_of_values = c.take<float>(std::size_t(octets_) * OCTET * values_.dim);
+    for (float** p : {&w.maximum, &w.sum, &w.alpha, &w.largest})
+      *p = c.take<float>(std::size_t(octets_) * OCTET);
+    w.y = c.take<float>(std::size_t(values_.dim));
+  }
+
+  std::ptrdiff_t key_tile_decoded() const {
+    return std::ptrdiff_t(up(keys_.dim, BLOCK_DIMS)) * TILE * (tile_fine(key_kind_) ? 2 : 1);
+  }
+  std::ptrdiff_t value_group_decoded() const {
+    return std::ptrdiff_t(16) * SUPER * (tile_fine(value_kind_) ? 2 : 1);
+  }
+
+  // Slots [low, high) that query i sees; slot = first + row.
+  int high(int i) const { return keys_.first + std::clamp(mask_.end + i, 0, keys_.n); }
+  int low(int i) const { return keys_.first + std::clamp(mask_.first + i, 0, keys_.n); }
+  int rows_of(int block) const { return std::min(block_rows_, rows_ - block * block_rows_); }
+  int first_query(int block) const { return block * block_rows_ / group_; }
+  int last_query(int block) const { return (block * block_rows_ + rows_of(block) - 1) / group_; }
+  int start_of(int block) const { return low(first_query(block)) / TILE * TILE; }
+
+  std::size_t partial_size() const { return std::size_t(block_rows_) * (values_.dim + 2); }
+  float* partial(int head, int block, int chunk) const {
+    return partial_ + (std::size_t(head * blocks_ + block) * chunks_ + chunk) * partial_size();
+  }
+
+  void prepare(int head, int block, Prepared& p) const {
+    const int n = rows_of(block), dim = keys_.dim, width = octet_rows();
+    std::memset(p.left, 0, octets_ * left_bytes());
+    for (int r = 0; r < octets_ * OCTET; ++r) {
+      p.step[r] = 1;
+      for (int b = 0; b < key_scales_; ++b)
+        p.start[(r / OCTET * key_scales_ + b) * OCTET + r % OCTET] = 0;
+      if (r >= n) continue;
+      const int row = block * block_rows_ + r;
+      const float* const q =
+          q_.base + row / group_ * q_.row_stride + (head * group_ + row % group_) * q_.head_stride;
+      key_spin_.forward(isa_, q, factor_, dim, p.y);
+      p.step[r] = isa_.quantize(p.y, dim, LARGEST_QUERY, p.natural) / key_table_.scale;
+      std::int8_t* const left = p.left + r / OCTET * left_bytes();
+      const int at = r % OCTET;
+      const bool halves = left_blocks_ * GROUP == dim && left_blocks_ > 1 && tiles_.split_keys &&
+                          tile_blocks(key_kind_);
+      for (int d = 0; d < dim; ++d) {
+        const int high = (p.natural[d] + 64) >> 7, low = p.natural[d] - high * 128;
+        const int block_of = halves ? d / GROUP : d / BLOCK_DIMS;
+        std::int8_t* const to =
+            left + (std::ptrdiff_t(block_of) * 2 * width + at) * LINE + d % BLOCK_DIMS;
+        to[0] = std::int8_t(high);
+        to[width * LINE] = std::int8_t(low);
+        p.start[(r / OCTET * key_scales_ + (key_scales_ > 1 ? d / GROUP : 0)) * OCTET + at] -=
+            tiles_.offset * (p.natural[d] + (tile_fine(key_kind_) ? high : 0));
+      }
+    }
+  }
+
+  void chunk_task(int head, int block, int chunk, Worker& w) const {
+    const int n = rows_of(block), dim_v = values_.dim;
+    const int from = start_of(block) + chunk * chunk_;
+    const int to = std::min(high(last_query(block)), from + chunk_);
+    for (int r = 0; r < octets_ * OCTET; ++r) {
+      w.maximum[r] = -HUGE_VALF;
+      w.sum[r] = 0;
+    }
+    std::memset(w.sum_of_values, 0, std::size_t(octets_) * OCTET * dim_v * sizeof(float));
+    if (from < to) {
+      if (chunks_ == 1) prepare(head, block, w.query);
+      const Prepared& query =
+          chunks_ == 1 ? w.query : prepared_[std::size_t(head * blocks_ + block)];
+      for (int t = from; t < to; t += SUPER)
+        step(query, head, block, n, t, std::min(to, t + SUPER), w);
+    }
+    if (chunks_ == 1) {
+      for (int r = 0; r < n; ++r)
+        finish(head, block * block_rows_ + r, w.sum_of_values + std::ptrdiff_t(r) * dim_v,
+               w.maximum[r], w.sum[r], w);
+    } else {
+      float* p = partial(head, block, chunk);
+      std::memcpy(p, w.maximum, std::size_t(n) * sizeof(float));
+      std::memcpy(p + block_rows_, w.sum, std::size_t(n) * sizeof(float));
+      std::memcpy(p + 2 * block_rows_, w.sum_of_values, std::size_t(n) * dim_v * sizeof(float));
+    }
+  }
+
+  // Slots [from, end), from a multiple of TILE.
+  void step(const Prepared& query, int head, int block, int n, int from, int end, Worker& w) const {
+    const int n_tiles = (end - from + TILE - 1) / TILE;
+    const std::uint8_t* const k = widen(keys_, head, from, n_tiles, key_scales_, w.key_scales);
+    const std::uint8_t* const v =
+        widen(values_, head, from, n_tiles, value_scales_, w.value_scales);
+    TileWork kw{}, vw{};
+    kw.dim = keys_.dim;
+    kw.table = &key_table_;
+    kw.ring = vw.ring = w.ring;
+    vw.dim = values_.dim;
+    vw.table = &value_table_;
+    vw.a = w.weights;
+    vw.start = w.weight_start;
+    vw.step = w.weight_step;
+    if (shared_) {
+      kw.tiles = k;
+      kw.stride = keys_.tile_stride();
+      kw.n_tiles = n_tiles;
+      tiles_.decode_keys[key_kind_](kw, w.decoded);
+    }
+    int first[OCTETS], last[OCTETS];  // tiles that an octet sees
+    for (int o = 0; o < octets_; ++o) {
+      const int row = block * block_rows_ + o * OCTET, rows = std::min(OCTET, n - o * OCTET);
+      const int lowest = low(row / group_), highest = high((row + rows - 1) / group_);
+      first[o] = std::clamp((lowest - from) / TILE, 0, n_tiles);
+      last[o] = lowest < highest ? std::clamp((highest - from + TILE - 1) / TILE, 0, n_tiles) : 0;
+      if (first[o] >= last[o]) continue;
+      kw.n_tiles = last[o] - first[o];
+      kw.tiles =
+          shared_ ? w.decoded + first[o] * key_tile_decoded() : k + first[o] * keys_.tile_stride();
+      kw.stride = keys_.tile_stride();
+      kw.a = query.left + o * left_bytes();
+      kw.start = query.start + o * key_scales_ * OCTET;
+      kw.scales = w.key_scales + first[o] * TILE;
+      kw.scores = w.scores + o * OCTET * SUPER + first[o] * TILE;
+      (shared_ ? tiles_.keys_decoded : tiles_.keys)[key_kind_][width_](kw);
+      for (int r = 0; r < octet_rows(); ++r)
+        softmax(query, head, block, n, o * OCTET + r, from, first[o], last[o], w);
+    }
+    if (shared_) {
+      vw.tiles = v;
+      vw.stride = values_.tile_stride();
+      vw.n_tiles = n_tiles;
+      tiles_.decode_values[value_kind_](vw, w.decoded);
+    }
+    for (int o = 0; o < octets_; ++o) {
+      if (first[o] >= last[o]) continue;
+      weigh(o, first[o], last[o], w);
+      vw.n_tiles = last[o] - first[o];
+      vw.tiles =
+          shared_ ? w.decoded + first[o] * QUADS * LINE : v + first[o] * values_.tile_stride();
+      vw.stride = values_.tile_stride();
+      vw.alpha = w.alpha + o * OCTET;
+      vw.out = w.sum_of_values + std::ptrdiff_t(o) * OCTET * values_.dim;
+      (shared_ ? tiles_.values_decoded : tiles_.values)[value_kind_][width_](vw);
+    }
+  }
+
+  // First tile of a step; its scales as floats, [scale][SUPER].
+  const std::uint8_t* widen(const TileSide& side, int head, int from, int n_tiles, int scales,
+                            float* out) const {
+    const std::uint8_t* const tile =
+        side.base + head * side.head_stride + from / TILE * side.tile_stride();
+    const std::ptrdiff_t codes = tile_scales(side.fmt, side.dim);
+    for (int t = 0; t < n_tiles; ++t)
+      for (int s = 0; s < scales; ++s)
+        tiles_.widen(tile + t * side.tile_stride() + codes + s * 2 * TILE, TILE,
+                     out + s * SUPER + t * TILE);
+    return tile;
+  }
+
+  void softmax(const Prepared& query, int head, int block, int n, int r, int from, int first,
+               int last, Worker& w) const {
+    float* const s = w.scores + r * SUPER;
+    const int begin = first * TILE, end = last * TILE;
+    const int row = block * block_rows_ + r, i = row / group_;
+    const int seen = r < n ? std::clamp(low(i) - from, begin, end) : end;
+    const int to = r < n ? std::clamp(high(i) - from, seen, end) : end;
+    for (int t = begin; t < seen; ++t) s[t] = -HUGE_VALF;
+    for (int t = to; t < end; ++t) s[t] = -HUGE_VALF;
+    float factor = query.step[r];
+    if (offsets_.base && r < n) {
+      const float* const offsets = offsets_.base + i * offsets_.row_stride +
+                                   (head * group_ + row % group_) * offsets_.head_stride;
+      for (int t = seen; t < to; ++t)
+        s[t] = s[t] * factor +
+               offsets[(offsets_.phase + from + t - keys_.first) / offsets_.page] * LOG2_E;
+      factor = 1;
+    }
+    w.largest[r] = tiles_.softmax(
+        s + begin, end - begin, factor,
+        value_scales_ == 1 && !tile_blocks(value_kind_) ? w.value_scales + begin : nullptr,
+        w.maximum + r, w.sum + r, w.alpha + r);
+  }
+
+  // The left side of an octet's products with values.
+  void weigh(int octet, int first, int last, Worker& w) const {
+    const int width = octet_rows(), n = (last - first) * TILE;
+    for (int b = 0; b < value_scales_; ++b)
+      for (int r = 0; r < width; ++r) {
+        const float* products = w.scores + (octet * OCTET + r) * SUPER + first * TILE;
+        float largest = w.largest[octet * OCTET + r];
+        if (tile_blocks(value_kind_)) {
+          largest =
+              tiles_.scaled(products, w.value_scales + b * SUPER + first * TILE, n, w.products);
+          products = w.products;
+        }
+        // Below 1e-30 the reciprocal would overflow, and the weight is nothing.
+        const bool any = largest > 1e-30f;
+        std::int8_t* const high = w.weights + (std::ptrdiff_t(b) * TILES * 2 * width + r) * LINE;
+        std::int32_t sums[2];
+        tiles_.weights(products, n, any ? float(LARGEST_WEIGHT) / largest : 0,
+                       reinterpret_cast<std::uint8_t*>(high),
+                       reinterpret_cast<std::uint8_t*>(high + width * LINE), 2 * width * LINE,
+                       sums);
+        w.weight_start[b * OCTET + r] =
+            -tiles_.offset * (sums[0] + (tile_fine(value_kind_) ? sums[1] : 0));
+        w.weight_step[b * OCTET + r] =
+            any ? largest / float(LARGEST_WEIGHT) / value_table_.scale : 0;
+      }
+  }
+
+  // Folds the partial results of the chunks, in order.
+  void merge(int head, int block, Worker& w) const {
+    const int dim = values_.dim;
+    for (int r = 0; r < rows_of(block); ++r) {
+      float top = -HUGE_VALF, sum = 0;
+      for (int c = 0; c < chunks_; ++c) top = std::max(top, partial(head, block, c)[r]);
+      float* const out = w.sum_of_values;
+      std::memset(out, 0, std::size_t(dim) * sizeof(float));
+      for (int c = 0; c < chunks_; ++c) {
+        const float* p = partial(head, block, c);
+        if (p[block_rows_ + r] == 0) continue;
+        const float weight = std::exp2(p[r] - top);
+        const float* v = p + 2 * block_rows_ + std::ptrdiff_t(r) * dim;
+        sum += weight * p[block_rows_ + r];
+        for (int i = 0; i < dim; ++i) out[i] += weight * v[i];
+      }
+      finish(head, block * block_rows_ + r, out, top, sum, w);
+    }
+  }
+
+  // Normalises and un-rotates one output row.
+  void finish(int head, int row, const float* values, float maximum, float sum, Worker& w) const {
+    const int dim = values_.dim;
+    const std::ptrdiff_t at =
+        std::ptrdiff_t(row / group_) * q_.heads + head * group_ + row % group_;
+    if (lse_) lse_[at] = sum > 0 ? float((maximum + std::log2(double(sum))) * LN_2) : -HUGE_VALF;
+    const float factor = sum > 0 ? 1 / sum : 0;
+    for (int d = 0; d < dim; ++d) w.y[d] = values[d] * factor;
+    value_spin_.inverse(isa_, w.y, dim, w.y);
+    std::memcpy(out_ + at * dim, w.y, std::size_t(dim) * sizeof(float));
+  }
+
+  const Kernels& isa_;
+  const TileKernels& tiles_;
+  const Query q_;
+  const TileSide keys_, values_;
+  const Mask mask_;
+  const Offsets offsets_;
+  const float factor_;
+  float *const out_, *const lse_;
+  const int key_kind_, value_kind_;
+  const TileTable key_table_, value_table_;
+  const Spin key_spin_, value_spin_;
+  const int group_, rows_, block_rows_, blocks_, width_, octets_;
+  const int key_scales_, value_scales_, left_blocks_;
+  const bool shared_;  // tiles are decoded once for all octets
+  int chunk_, chunks_;
+  float* partial_ = nullptr;
+  std::vector<Prepared> prepared_;  // [head][block], if there are several chunks
+};
+
+}  // namespace
+
+void attention_tiles(const Kernels& isa, const TileKernels& tiles, int threads, const Query& q,
+                     const TileSide& keys, const TileSide& values, Mask mask,
+                     const Offsets& offsets, float scale, float* out, float* lse) {
+  TileAttention(isa, tiles, q, keys, values, mask, offsets, scale, out, lse).run(threads);
+}
+
+}  // namespace kvproof

@@ -1,0 +1,130 @@
+// Cached rows in tiles, and attention over them.
+//
+// A tile is 64 tokens of one KV head and one side, in exactly the bytes of its rows: code planes in
+// the order in which dot products of bytes want them, then the scales. docs/architecture.md gives
+// the layout; backends/tiles.py states it in NumPy.
+//
+// Products are 8 bits by 8 bits. A query row is 128 * high + low, a weight (probability times
+// stored scale) 256 * high + low, both parts int8; the entries of a codebook are int8, or where
+// they are not integers, int8 and a second int8 worth a 128th (keys) or 256th (values) of it. The
+// product of the second and a low part is left out. So a query row counts as two rows of bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+#include "tiles_store.h"
+
+namespace kvproof {
+
+constexpr int QUADS = 16;       // quad rows (4 dims, or 4 tokens, by 16 lanes) of a tile block
+constexpr int BLOCK_DIMS = 64;  // dims of a block of keys
+constexpr int OCTET = 8;        // query rows multiplied at once, at most
+constexpr int LARGEST_QUERY = 16256;   // 128 * 127
+constexpr int LARGEST_WEIGHT = 32512;  // 256 * 127
+constexpr int TILE_WIDTHS = 4;         // 1, 2, 4 and 8 rows
+
+// Formats that the kernels tell apart.
+enum TileKind : int {
+  T_TQ8,
+  T_TQ5,
+  T_TQ4,
+  T_TQ3,
+  T_TQ2,
+  T_Q8_0,
+  T_Q4_0,
+  T_TBQ4,
+  T_TBQ3,
+  TILE_KINDS
+};
+
+constexpr int KIND_FORMATS[] = {TQ8, TQ5, TQ4, TQ3, TQ2, Q8_0, Q4_0, TBQ4_0, TBQ3_0};
+constexpr int tile_kind(int f) {
+  int kind = 0;
+  while (KIND_FORMATS[kind] != (f == Q4_0_ROT ? int(Q4_0) : f)) ++kind;
+  return kind;
+}
+constexpr bool tile_blocks(int kind) { return path_of(KIND_FORMATS[kind]) == BLOCK; }
+constexpr bool tile_fine(int kind) { return kind >= T_TBQ4; }  // entries have a second table
+constexpr int first_plane(int kind) { return planes_of(KIND_FORMATS[kind]).bits[0]; }
+constexpr int second_plane(int kind) { return planes_of(KIND_FORMATS[kind]).bits[1]; }
+constexpr int kind_bits(int kind) { return planes_of(KIND_FORMATS[kind]).all(); }
+
+// Entries by code. Index bits above those of the code are anything (0..63), so short books repeat;
+// where a second plane brings the highest bit of a code, that bit is looked for at another place in
+// each of the copies: see tiles_leaf.h.
+struct TileTable {
+  alignas(64) std::uint8_t entry[4][64], fine[4][64];  // int8, or 128 more: TileKernels::offset
+  float scale;                                         // value = entry / scale
+};
+
+// Tiles of one side of one sequence: [head][tile][tile bytes].
+struct TileSide {
+  int fmt;
+  const Book* book;
+  const std::uint8_t* base;
+  std::ptrdiff_t head_stride;
+  int first, n;  // row 0 of the cache is in slot `first`
+  int heads, dim;
+
+  std::ptrdiff_t tile_stride() const { return tile_bytes(fmt, dim); }
+};
+
+// One octet's query rows against up to SUPER tokens, or its weights against their values.
+struct TileWork {
+  const std::uint8_t* tiles;  // first tile, or its decoded form
+  std::ptrdiff_t stride;      // to the next
+  int n_tiles, dim;
+  const TileTable* table;
+  const std::int8_t* a;  // left side: see tiles_leaf.h
+  // What the sums of shifted entries start from: [row] of row formats, [block of 32][OCTET] of
+  // block formats.
+  const std::int32_t* start;
+  const float* scales;        // keys: row formats [SUPER], block formats [dim / 32][SUPER]
+  float* scores;              // keys: [row][SUPER], in units of the rows' steps
+  const float *alpha, *step;  // values: factor of what is there, [row]; step of weights,
+                              // [block][OCTET]
+  float* out;                 // values: [row][dim]
+  std::uint8_t* ring;         // scratch of RING bytes
+};
+
+struct TileKernels {
+  const char* name;
+  int offset;  // 128: entries are unsigned
+  // The left side of keys of block formats has a block for each 32 dims, zero elsewhere: what a
+  // matrix unit multiplies is always 64 wide.
+  bool split_keys;
+  // Decoded bytes of up to SUPER tokens, for several octets; null: every octet decodes for itself.
+  void (*decode_keys[TILE_KINDS])(const TileWork&, std::uint8_t* out);
+  void (*decode_values[TILE_KINDS])(const TileWork&, std::uint8_t* out);
+  void (*keys[TILE_KINDS][TILE_WIDTHS])(const TileWork&);
+  void (*keys_decoded[TILE_KINDS][TILE_WIDTHS])(const TileWork&);
+  void (*values[TILE_KINDS][TILE_WIDTHS])(const TileWork&);
+  void (*values_decoded[TILE_KINDS][TILE_WIDTHS])(const TileWork&);
+  // n (a multiple of 64, up to SUPER) scores of a row times `factor` to probabilities, in base 2
+  // relative to the new maximum, times units if there are any. Returns the largest magnitude of
+  // the products.
+  float (*softmax)(float* scores, int n, float factor, const float* units, float* maximum,
+                   float* sum, float* alpha);
+  // Probabilities times scales to out; returns the largest magnitude.
+  float (*scaled)(const float* p, const float* scales, int n, float* out);
+  // Weights times inverse, rounded, as bytes in the order of quad rows: high parts to `high`, low
+  // ones to `low`, 64 a tile, `stride` apart. sums: of weights and of high parts.
+  void (*weights)(const float* products, int n, float inverse, std::uint8_t* high,
+                  std::uint8_t* low, std::ptrdiff_t stride, std::int32_t* sums);
+  void (*widen)(const std::uint8_t* halves, int n, float* out);  // fp16, n a multiple of 16
+  // Around a task whose octets have this many rows (1, 2, 4 or 8); may be null.
+  void (*begin)(int rows);
+  void (*end)();
+};
+
+constexpr std::size_t RING = 16384;
+
+extern const TileKernels tiles_scalar;
+#if defined(__x86_64__)
+extern const TileKernels tiles_avx512;
+extern const TileKernels tiles_amx;
+#endif
+
+}  // namespace kvproof

@@ -1,0 +1,71 @@
+// Kernels over tiles without instructions of a set, lane by lane: what the operations mean.
+#include "half.h"
+#include "tiles_leaf.h"
+
+namespace kvproof {
+namespace {
+
+struct ScalarTiles {
+  static constexpr int OFFSET = 128;
+  struct Table {
+    std::uint8_t entry[64];
+  };
+  static Table table(const std::uint8_t* p) {
+    Table t;
+    std::memcpy(t.entry, p, 64);
+    return t;
+  }
+  static Bytes64 look_up(const Table& t, Bytes64 index) {
+    Bytes64 out;
+    for (int i = 0; i < 64; ++i) out[i] = t.entry[index[i] & 63];
+    return out;
+  }
+  // Bits of MASK from a, the others from b.
+  template <int MASK>
+  static Bytes64 merge(Bytes64 a, Bytes64 b) {
+    constexpr auto mask = std::uint8_t(MASK), rest = std::uint8_t(~MASK);
+    return (a & mask) | (b & rest);
+  }
+  static Bytes64 bytes(Bytes64 x) { return x ^ std::uint8_t(OFFSET); }  // stored int8
+  // Adds to each lane the products of its four entries with four int8.
+  static Ints16 dot(Ints16 sum, Bytes64 entry, const std::int8_t* a) {
+    for (int i = 0; i < 16; ++i)
+      for (int j = 0; j < 4; ++j) sum[i] += std::int32_t(entry[4 * i + j]) * a[j];
+    return sum;
+  }
+  static Ints16 to_ints(Floats16 x) {
+    Ints16 out;
+    for (int i = 0; i < 16; ++i) out[i] = std::int32_t(__builtin_rintf(x[i]));
+    return out;
+  }
+  static Floats16 larger(Floats16 a, Floats16 b) { return a > b ? a : b; }
+  static float largest(Floats16 x) {
+    float top = x[0];
+    for (int i = 1; i < 16; ++i) top = x[i] > top ? x[i] : top;
+    return top;
+  }
+  template <class V>
+  static auto total(V x) {
+    auto sum = x[0];
+    for (int i = 1; i < 16; ++i) sum += x[i];
+    return sum;
+  }
+  static void widen(const std::uint8_t* halves, int n, float* out) {
+    for (int i = 0; i < n; ++i) out[i] = half_to_float(load_u16(halves + 2 * i));
+  }
+};
+
+constexpr TileKernels make() {
+  TileKernels t{};
+  t.name = "scalar";
+  t.offset = ScalarTiles::OFFSET;
+  fill_dots<ScalarTiles>(t, TileKindList{});
+  fill_rows<ScalarTiles>(t);
+  return t;
+}
+
+}  // namespace
+
+const TileKernels tiles_scalar = make();
+
+}  // namespace kvproof
