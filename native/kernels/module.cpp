@@ -294,7 +294,7 @@ TileBuffer tile_buffer_of(const std::string& format, const std::string& side,
   int dim = GROUP;  // rows grow with it
   while (dim < WIDEST_TILE && row_bytes(fmt, dim) < bytes) dim += GROUP;
   if (!has_tiles(fmt, dim) || tile_bytes(fmt, dim) != std::ptrdiff_t(tiles.shape(2)) ||
-      tiles.stride(2) != 1 || tiles.stride(1) != tile_bytes(fmt, dim) ||
+      (tiles.size() && (tiles.stride(2) != 1 || tiles.stride(1) != tile_bytes(fmt, dim))) ||
       (side != "key" && side != "value"))
     throw std::invalid_argument("no tiles of " + format);
   return {fmt, dim, side == "value", tiles.data(), tiles.stride(0), int(tiles.shape(0))};
@@ -304,8 +304,9 @@ template <class Rows>
 void check_rows(const Rows& rows, const TileBytes& tiles, const TileBuffer& buffer,
                 std::ptrdiff_t at) {
   if (rows.ndim() != 3 || rows.shape(1) != tiles.shape(0) ||
-      std::ptrdiff_t(rows.shape(2)) != row_bytes(buffer.fmt, buffer.dim) || rows.stride(2) != 1 ||
-      at < 0 || at + std::ptrdiff_t(rows.shape(0)) > std::ptrdiff_t(tiles.shape(1)) * TILE)
+      std::ptrdiff_t(rows.shape(2)) != row_bytes(buffer.fmt, buffer.dim) ||
+      (rows.size() && rows.stride(2) != 1) || at < 0 ||
+      at + std::ptrdiff_t(rows.shape(0)) > std::ptrdiff_t(tiles.shape(1)) * TILE)
     throw std::invalid_argument("rows do not match the tiles");
 }
 

@@ -81,14 +81,23 @@ class LayerCache:
         self.k_scale: NDArray[np.float32] | None = None
         self.v_scale: NDArray[np.float32] | None = None
         self.calls: Counter[str] = Counter()  # kernel -> times it ran
+        tiled = backend.arranges(key, value, layer.head_dim_k, layer.head_dim_v)
+        attention = "attention_tiles" if tiled else "attention"
         self._kernels = {
             "k": backend.kernel("encode", key, layer.head_dim_k),
             "v": backend.kernel("encode", value, layer.head_dim_v),
-            "attention_k": backend.kernel("attention", key, layer.head_dim_k),
-            "attention_v": backend.kernel("attention", value, layer.head_dim_v),
+            "attention_k": backend.kernel(attention, key, layer.head_dim_k),
+            "attention_v": backend.kernel(attention, value, layer.head_dim_v),
         }
         heads = layer.num_kv_heads
-        self._k, self._v = _stores(layer, key, value, backend)
+        self._k, self._v = (
+            TileStore(fmt, side, heads, fmt.row_bytes(dim), backend)
+            if tiled
+            else RowStore(heads, fmt.row_bytes(dim))
+            for fmt, side, dim in (
+                (key, "key", layer.head_dim_k), (value, "value", layer.head_dim_v),
+            )
+        )  # fmt: skip
         self._row_bytes = heads * (
             key.row_bytes(layer.head_dim_k) + value.row_bytes(layer.head_dim_v)
         )
@@ -452,22 +461,6 @@ class LayerCache:
         # A head of zeros says nothing about its later values; non-finite rows are refused next.
         usable = np.isfinite(peak) & (peak > 0)
         return np.where(usable, peak / np.float32(_FP8_MAX), 1).astype(np.float32)
-
-
-def _stores(
-    layer: LayerGeometry, key: Format, value: Format, backend: Backend
-) -> tuple[Store, Store]:
-    """Empty buffers of a layer's keys and values, in tiles if the backend arranges such a pair."""
-    dims = (layer.head_dim_k, layer.head_dim_v)
-    tiled = backend.arranges(key, value, *dims)
-    heads = layer.num_kv_heads
-    k, v = (
-        TileStore(fmt, side, heads, fmt.row_bytes(dim), backend)
-        if tiled
-        else RowStore(heads, fmt.row_bytes(dim))
-        for fmt, side, dim in zip((key, value), ("key", "value"), dims, strict=True)
-    )
-    return k, v
 
 
 class PageTurns:

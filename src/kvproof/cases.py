@@ -17,7 +17,7 @@ from kvproof.formats import get as format_named
 
 Floats = NDArray[np.float32]
 
-OPS = ("encode", "decode", "scores", "dot", "attention")
+OPS = ("encode", "decode", "scores", "dot", "attention", "pack")
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
 # (num_heads, num_kv_heads): ratios 1, 2, 4, 8, and what real models have beside them
 GQA = ((8, 8), (8, 4), (8, 2), (8, 1), (9, 3), (7, 1), (28, 4))
@@ -40,9 +40,9 @@ class Arrays:
 class Case:
     """One operation on one format (attention: a key and a value format), shape and input.
 
-    `inputs` names a row of INPUTS. "dot" is scores by decoding and a plain dot product. Queries
-    are the last n_q of the n_kv tokens; `window` is the number of keys a query sees, its own
-    included. `threads` is a hint for attention.
+    `inputs` names a row of INPUTS. "dot" is scores by decoding and a plain dot product, "pack" rows
+    to tiles and back. Queries are the last n_q of the n_kv tokens; `window` is the number of keys a
+    query sees, its own included. `threads` is a hint for attention.
 
     `position` (of query 0), `page` (0: no offsets) and `phase` are those of `Backend.attention`;
     `lse` asks for the log-sum-exp too, and for parts of the tokens merged by it.

@@ -23,7 +23,7 @@ import numpy as np
 from kvproof import backends as backend_registry
 from kvproof import fixtures as public
 from kvproof import routes
-from kvproof.backends import Backend
+from kvproof.backends import Backend, tiles
 from kvproof.backends.reference import source_digest
 from kvproof.cases import ATTENTION_EDGES, EDGES, GQA, HEAD_DIMS, Case, masks
 from kvproof.conditioner import KINDS
@@ -71,13 +71,14 @@ FUSED_ROUTES = {
     "fused_attn_qjl_polar": ("qjl1_256", "q4_polar_res"),
 }
 CASE_CHECKS = (
-    "append", "fused", "gqa", "causal", "window", "split", "segments", "multi_block",
+    "append", "arrangement", "fused", "gqa", "causal", "window", "split", "segments", "multi_block",
     *FUSED_ROUTES, "cache", "conditioned",
 )  # fmt: skip
 CHECKS = (
     "self_test", *FORMAT_CHECKS, *CASE_CHECKS, "cross", "dispatch", "captured", "shipped",
     "mutants",
 )  # fmt: skip
+IN_TILES = "tiles"  # the variant that holds a cache in tiles, whatever the backend does by itself
 # What not every machine can run: NOT_RUN unless asked for by name leaves the outcome as it is.
 OPTIONAL = ("captured", "shipped")
 
@@ -244,6 +245,10 @@ def _operator_plans(check: str, rows: Sequence[Format], by_reference: bool) -> I
                 shape: dict[str, Any] = {"head_dim": width, "n_kv": 70, "num_kv_heads": 3}
                 cases = [Case("encode", fmt.name, inputs=k, **shape) for k in ("normal", "mixed")]
                 yield Plan(check, "encode", tuple(cases))
+        elif check == "arrangement":
+            for width in (w for w in _widths(fmt) if tiles.fits(fmt, w)):
+                shape = {"head_dim": width, "n_kv": 70, "num_kv_heads": 2}
+                yield Plan(check, "pack", (Case("pack", fmt.name, **shape),))
         elif check == "conditioned":
             if TRUTH[fmt.name][1] < 0.2:  # a bound beyond that says nothing
                 shown = replace(base, value="f16", n_kv=70)
@@ -252,6 +257,9 @@ def _operator_plans(check: str, rows: Sequence[Format], by_reference: bool) -> I
         elif check == "cache":
             shown = replace(base, n_kv=47)
             yield Plan(check, "chunks", (shown, replace(shown, window=16)))
+            if tiles.fit(fmt, fmt, n, n):
+                longer = replace(base, n_kv=150)
+                yield Plan(check, IN_TILES, (longer, replace(longer, window=40)))
         elif check == "gqa":
             cases = [
                 replace(base, num_heads=h, num_kv_heads=kv, n_q=n_q)
@@ -389,7 +397,7 @@ def _judge(plan: Plan, backend: Backend, environment: Environment) -> Evidence:
         for fmt, width in zip(
             pair(one), (one.head_dim, one.head_dim_v or one.head_dim), strict=True
         ):
-            op = "decode" if one.op == "dot" else one.op
+            op = {"dot": "decode", "pack": "encode"}.get(one.op, one.op)
             refused = backend.refuses("encode", fmt, width) or backend.refuses(op, fmt, width)
             if refused:
                 return _record(
@@ -399,6 +407,8 @@ def _judge(plan: Plan, backend: Backend, environment: Environment) -> Evidence:
         "decode" if case.op == "dot" else case.op, key, case.head_dim
     )
     look: Callable[..., Examination] = examine
+    if plan.variant == IN_TILES:
+        backend = Broken(backend, arranges=tiles.fit)  # sound, only told where to keep rows
     if plan.check == "cache":
         look = routes.examine_cache
     elif plan.check == "conditioned":
@@ -435,7 +445,7 @@ def _fold(exams: Sequence[Examination]) -> tuple[Outcome, str | None, dict[str, 
 def row(record: Evidence) -> dict[str, Any]:
     """A record as one line of `kvproof verify --json`."""
     subject, metrics = record.subject, record.metrics
-    encoded = subject.get("op") == "encode"
+    encoded = subject.get("op") in ("encode", "pack")
     return {
         "check": subject.get("check"),
         "variant": subject.get("variant"),
@@ -1013,7 +1023,10 @@ def gate_evidence(
     masks_wanted = list(dict.fromkeys([None, *windows]))
     for dims in dict.fromkeys(head_dims):
         width, width_v = dims if isinstance(dims, tuple) else (dims, dims)
-        for plan in _candidate_plans(key, value, width, width_v, list(heads), masks_wanted):
+        arranged = backend.arranges(format_named(key), format_named(value), width, width_v)
+        for plan in _candidate_plans(
+            key, value, width, width_v, list(heads), masks_wanted, arranged
+        ):
             if progress:
                 progress(f"{backend.name}: gate {plan.variant} {plan.title} {width}")
             done.append(_judge(plan, backend, environment))
@@ -1027,6 +1040,7 @@ def _candidate_plans(
     width_v: int,
     heads: Sequence[tuple[int, int]],
     windows: Sequence[int | None],
+    arranged: bool,
 ) -> Iterator[Plan]:
     kinds = ("normal", "outlier", "mixed", "some_zero", "limit")
     sides = {(key, width), (value, width_v)}
@@ -1037,6 +1051,10 @@ def _candidate_plans(
             if op == "decode":
                 cases.append(Case(op, name, head_dim=n, n_kv=TRUTH_KEYS))
             yield Plan("candidate", op, tuple(cases))
+    if arranged:
+        for name, n in sorted(sides):
+            case = Case("pack", name, head_dim=n, n_kv=70, num_kv_heads=2)
+            yield Plan("candidate", "pack", (case,))
     many = Case("scores", key, head_dim=width, n_kv=TRUTH_KEYS, n_q=TRUTH_QUERIES)
     edges = [replace(many, n_kv=33, n_q=3, inputs=kind) for kind in kinds]
     yield Plan("candidate", "scores", (many, *edges))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import kvproof.formats as formats
 from kvproof import routes
-from kvproof.backends import Backend
+from kvproof.backends import Backend, tiles
 from kvproof.cache import KVCache, LayerCache
 from kvproof.cases import Case, Floats
 from kvproof.conditioner import KINDS
@@ -69,8 +69,10 @@ class Mutant:
     look: Callable[[Case, Any, Reference], Examination] = examine
 
     def examine(self, backend: Backend) -> Examination:
-        """The gate's examination of the broken backend."""
-        return self.look(self.case, self.build(backend), self.reference)
+        """The gate's examination of the broken backend. It holds caches as rows unless the mutant
+        says tiles: what is spoiled must not depend on the machine."""
+        in_rows = Broken(backend, arranges=lambda *_: False)
+        return self.look(self.case, self.build(in_rows), self.reference)
 
     def caught(self, exam: Examination) -> bool:
         """Whether every rule named caught it, and none that must not see it did."""
@@ -771,20 +773,179 @@ def _lse_of_powers_of_two(inner: Backend) -> Broken:
     return Broken(inner, attention=attention)
 
 
+# ---- tiles -------------------------------------------------------------------------------------
+
+
+def packing(spoil: Callable[[Format, Bytes], Bytes]) -> Build:
+    """Spoil rows on their way into tiles."""
+
+    def build(inner: Backend) -> Broken:
+        def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
+            inner.pack(fmt, side, spoil(fmt, rows), buffer, at)
+
+        return Broken(inner, pack=pack)
+
+    return build
+
+
+def _sides_exchanged(inner: Backend) -> Broken:
+    """Keys laid out as values are and values as keys, there and back."""
+    other = {"key": "value", "value": "key"}
+
+    def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
+        inner.pack(fmt, other[side], rows, buffer, at)
+
+    def unpack(fmt: Format, side: str, buffer: Bytes, first: int, n: int) -> Bytes:
+        return inner.unpack(fmt, other[side], buffer, first, n)
+
+    return Broken(inner, pack=pack, unpack=unpack)
+
+
+def _neighbouring_slots(inner: Backend) -> Broken:
+    """Every token in the slot of its neighbour, there and back."""
+
+    def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
+        for t in range(len(rows)):
+            inner.pack(fmt, side, rows[t : t + 1], buffer, (at + t) ^ 1)
+
+    def unpack(fmt: Format, side: str, buffer: Bytes, first: int, n: int) -> Bytes:
+        slots = [first + t ^ 1 for t in range(n)]
+        return np.concatenate([inner.unpack(fmt, side, buffer, slot, 1) for slot in slots])
+
+    return Broken(inner, pack=pack, unpack=unpack)
+
+
+def _clears_the_tile(inner: Backend) -> Broken:
+    """Writing a row takes the other tokens of its tile along."""
+
+    def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
+        buffer[:, at // tiles.TOKENS] = 0
+        inner.pack(fmt, side, rows, buffer, at)
+
+    return Broken(inner, pack=pack)
+
+
+def _leaves_out_the_last(inner: Backend) -> Broken:
+    """The last of several rows is not written."""
+
+    def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
+        inner.pack(fmt, side, rows[:-1] if len(rows) > 1 else rows, buffer, at)
+
+    return Broken(inner, pack=pack)
+
+
+def _packs_past_the_end(inner: Backend) -> Broken:
+    def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
+        inner.pack(fmt, side, rows, buffer, at)
+        size = buffer[0].size
+        np.lib.stride_tricks.as_strided(buffer[-1], (size + 1,), (1,))[-1] = 0
+
+    return Broken(inner, pack=pack)
+
+
+def _packs_nan(inner: Backend) -> Broken:
+    """Rows with a stored scale that is not finite are taken, with a scale of 0."""
+
+    def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
+        b, _ = _code_bytes(fmt, rows)
+        where = _scale_bytes(fmt)
+        b[(b[..., where][..., 1] & 0x7C) == 0x7C, where] = 0
+        inner.pack(fmt, side, b.reshape(rows.shape), buffer, at)
+
+    return Broken(inner, pack=pack)
+
+
+def over_tiles(spoil: Callable[[tiles.Tiles], tiles.Tiles]) -> Build:
+    """A backend that holds caches in tiles, and spoils what attention over them reads."""
+
+    def build(inner: Backend) -> Broken:
+        def attention(q: Floats, k: Any, v: Any, **given: Any) -> Any:
+            k, v = (spoil(x) if isinstance(x, tiles.Tiles) else x for x in (k, v))
+            return inner.attention(q, k, v, **given)
+
+        return Broken(inner, attention=attention, arranges=tiles.fit)
+
+    return build
+
+
+def _codes_and_scales(held: tiles.Tiles) -> tuple[tiles.Tiles, Bytes, Bytes]:
+    """A copy of tiles, and views of its codes `[heads, tiles, bytes]` and scales `[heads, tiles,
+    scales of a row, 64, 2]`."""
+    copied = replace(held, buffer=held.buffer.copy())
+    width = held.format.row_values(held.shape[2])
+    end = tiles.TOKENS * width * sum(tiles.PLANES[held.format.name]) // 8
+    heads, count, _ = held.buffer.shape
+    scales = copied.buffer[..., end:].reshape(heads, count, -1, tiles.TOKENS, 2)
+    return copied, copied.buffer[..., :end], scales
+
+
+def _first_slot_ignored(held: tiles.Tiles) -> tiles.Tiles:
+    return replace(held, first=0)
+
+
+def _scales_of_the_next_token(held: tiles.Tiles) -> tiles.Tiles:
+    copied, _, scales = _codes_and_scales(held)
+    scales[:] = np.roll(scales, 1, axis=-2)
+    return copied
+
+
+def _scales_of_the_next_group(held: tiles.Tiles) -> tiles.Tiles:
+    copied, _, scales = _codes_and_scales(held)
+    scales[:] = np.roll(scales, 1, axis=-3)
+    return copied
+
+
+def _next_line(held: tiles.Tiles) -> tiles.Tiles:
+    """Codes read from the line before: of another quad row, or of another plane."""
+    copied, codes, _ = _codes_and_scales(held)
+    codes[:] = np.roll(codes, 64, axis=-1)
+    return copied
+
+
+def _tokens_in_order(held: tiles.Tiles) -> tiles.Tiles:
+    """The bytes of a word of values read as tokens r, r + 16, r + 32, r + 48."""
+    copied, codes, _ = _codes_and_scales(held)
+    if held.side == "value":
+        words = codes.reshape(*codes.shape[:2], -1, 4)
+        codes[:] = words[..., [0, 2, 1, 3]].reshape(codes.shape)
+    return copied
+
+
+def _quads_reversed(held: tiles.Tiles) -> tiles.Tiles:
+    """The quad rows of a line of half bytes read from the high bits on."""
+    copied, codes, _ = _codes_and_scales(held)
+    codes[:] = codes << 4 | codes >> 4
+    return copied
+
+
+def _reads_a_stale_slot(inner: Backend) -> Broken:
+    """Attention over tiles sees one slot more than there are rows."""
+
+    def attention(q: Floats, k: Any, v: Any, **given: Any) -> Any:
+        if isinstance(k, tiles.Tiles):
+            k, v = (replace(x, n=x.n + 1) for x in (k, v))
+            given["position"] = len(k) - 1 - len(q)
+        return inner.attention(q, k, v, **given)
+
+    return Broken(inner, attention=attention, arranges=tiles.fit)
+
+
 # ---- caches ------------------------------------------------------------------------------------
 
 
-def caches(spoil: Callable[[LayerCache], None]) -> Build:
-    """Spoil the layers of a cache that runs on the backend."""
+def caches(spoil: Callable[[LayerCache], None], *, tiled: bool = False) -> Build:
+    """Spoil the layers of a cache that runs on the backend; `tiled`: one that is held in tiles."""
 
     def build(inner: Backend) -> Broken:
+        held = {"arranges": tiles.fit} if tiled else {}
+
         def make_cache(*args: Any, **options: Any) -> KVCache:
             cache = KVCache(*args, **options)
             for layer in cache.owners:
                 spoil(layer)
             return cache
 
-        return Broken(inner, make_cache=make_cache)
+        return Broken(inner, make_cache=make_cache, **held)
 
     return build
 
@@ -809,6 +970,17 @@ def _first_row_lost(layer: LayerCache) -> None:
         layer._k.write(0, np.zeros_like(layer._k.read(0, 1)))
 
     _replace(layer, "append", spoiled)
+
+
+def _forgets_where_tiles_begin(layer: LayerCache) -> None:
+    """After tiles were moved the first row is taken for the first slot's."""
+    move = layer._k.move
+
+    def spoiled(first: int, n: int, capacity: int) -> int:
+        move(first, n, capacity)
+        return 0
+
+    _replace(layer._k, "move", spoiled)
 
 
 def _keys_for_values(layer: LayerCache) -> None:
@@ -1100,12 +1272,48 @@ def _mutants() -> tuple[Mutant, ...]:
     add("lse_without_the_maximum", "lse", _without_maximum, *paged, passes="parity")
     add("lse_in_powers_of_two", "lse", _lse_of_powers_of_two, *paged, passes="parity")
 
+    arranged = [
+        Case("pack", name, n_kv=70, num_kv_heads=2, head_dim=96)
+        for name in ("tq4", "tq3", "tbq4_0", "q8_0")
+    ]
+    add("tiles_neighbouring_slots", "bytes", _neighbouring_slots, *arranged,
+        passes="round_trip append")  # fmt: skip
+    add("tiles_sides_exchanged", "bytes", _sides_exchanged, *arranged,
+        passes="round_trip append")  # fmt: skip
+    add("tiles_scale_of_the_next", "bytes round_trip", packing(_scale_of_the_next), *arranged)
+    add("tiles_planes_swapped", "bytes round_trip", packing(_swap_planes), arranged[1])
+    add("tiles_clear_their_neighbours", "bytes append", _clears_the_tile, *arranged)
+    add("tiles_lack_the_last_row", "bytes append round_trip", _leaves_out_the_last, *arranged)
+    add("tiles_written_past_the_end", "guard", _packs_past_the_end, *arranged)
+    add("tiles_hold_nan", "refusal", _packs_nan, *arranged, passes="bytes")
+    held = [_fused(name, n_q=n_q, n_kv=n) for name in ("tq4", "tbq4_0") for n_q, n in
+            ((5, 70), (1, 150))]  # fmt: skip
+    add("tiles_first_slot_ignored", "tiles", over_tiles(_first_slot_ignored), *held,
+        passes="parity")  # fmt: skip
+    add("tiles_scales_of_the_next_token", "tiles", over_tiles(_scales_of_the_next_token), *held,
+        passes="parity")  # fmt: skip
+    add("tiles_scales_of_the_next_group", "tiles", over_tiles(_scales_of_the_next_group),
+        *held[2:], passes="parity")  # fmt: skip
+    add("tiles_line_off_by_one", "tiles", over_tiles(_next_line), *held, _fused("tq3"),
+        passes="parity")  # fmt: skip
+    add("tiles_tokens_in_order", "tiles", over_tiles(_tokens_in_order), *held, passes="parity")
+    add("tiles_quads_reversed", "tiles", over_tiles(_quads_reversed), *held, passes="parity")
+    add("tiles_stale_slot_seen", "tiles", _reads_a_stale_slot,
+        *(replace(case, causal=False) for case in held), passes="parity")  # fmt: skip
+
     whole = _fused("tq4", "q8_0", n_q=1)
     same = _fused("tq4", n_q=1)
     short = _fused("tq4", "q8_0", n_q=1, window=16)
     look = routes.examine_cache
     add("cache_evicts_one_too_many", "parity sizes", caches(_evicts_one_too_many), short, look=look)
     add("cache_loses_the_first_row", "parity", caches(_first_row_lost), whole, look=look)
+    long, wide = replace(whole, n_kv=150), replace(whole, n_kv=150, window=40)
+    add("cache_loses_the_first_row_of_tiles", "parity", caches(_first_row_lost, tiled=True), long,
+        look=look)  # fmt: skip
+    add("cache_crops_one_too_few_in_tiles", "parity", caches(_crops_one_too_few, tiled=True), long,
+        look=look)  # fmt: skip
+    add("cache_forgets_where_tiles_begin", "parity",
+        caches(_forgets_where_tiles_begin, tiled=True), wide, look=look)  # fmt: skip
     add("cache_keeps_keys_as_values", "parity", caches(_keys_for_values), same, look=look)
     add("cache_crops_one_too_few", "parity", caches(_crops_one_too_few), whole, look=look)
     add("cache_scales_by_chunk", "parity", caches(_scale_of_every_chunk),

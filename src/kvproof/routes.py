@@ -253,9 +253,8 @@ def _witness(
     """The kernels that the layer counted, and the calls that reached the backend, are exactly the
     route's: neither another format nor another path."""
     key, value = format_named(route.key), format_named(route.value)
-    kernels = Counter(
-        backend.kernel(op, fmt, n) for op in ("encode", "attention") for fmt in (key, value)
-    )
+    ops = ("encode", _attention_of(backend, key, value, n, n))
+    kernels = Counter(backend.kernel(op, fmt, n) for op in ops for fmt in (key, value))
     ran = dict(layer.calls)
     exam.note("witness", ran == dict(kernels), f"kernels counted {ran}, expected {dict(kernels)}")
     calls = Counter({f"attention {key.name}/{value.name} on {TOKENS}": 1})
@@ -266,9 +265,15 @@ def _witness(
     exam.note("witness", asked == dict(calls), f"calls {asked}, expected {dict(calls)}")
 
 
+def _attention_of(backend: Backend, key: Format, value: Format, dim_k: int, dim_v: int) -> str:
+    """Name of the operation by which a cache of this pair attends."""
+    return "attention_tiles" if backend.arranges(key, value, dim_k, dim_v) else "attention"
+
+
 # ---- a cache over its life -----------------------------------------------------------------------
 
 CUTS = (0, 5, 6, 7, 30)  # tokens after which a chunk ends: single tokens and longer ones
+LATE_CUT = 131  # and in a cache of more than one tile, after which a window moves
 CROPPED = 10  # tokens taken back at the end and written again, other ones
 
 
@@ -282,7 +287,8 @@ def examine_cache(case: Case, backend: Backend, reference: Reference = REFERENCE
     exam = Examination(case)
     arrays = case.arrays()
     q, k, v = arrays.q, arrays.k, arrays.v
-    n, ends = case.n_kv, [*CUTS, case.n_kv]
+    n = case.n_kv
+    ends = [*CUTS, *([LATE_CUT] if n > LATE_CUT else []), n]
     recording = Recording(backend)
     try:
         cache = _cache(case, recording)
@@ -357,7 +363,7 @@ def _ran(
     key, value = format_named(case.key), format_named(case.value or case.key)
     wide = case.head_dim_v or case.head_dim
     kernels: Counter[str] = Counter()
-    for op in ("encode", "attention"):
+    for op in ("encode", _attention_of(backend, key, value, case.head_dim, wide)):
         kernels[backend.kernel(op, key, case.head_dim)] += chunks
         kernels[backend.kernel(op, value, wide)] += chunks
     ran = dict(layer.calls)

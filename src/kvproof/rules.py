@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvproof.backends import Backend
+from kvproof.backends import Backend, tiles
 from kvproof.backends.reference import ReferenceBackend
 from kvproof.cases import (
     Arrays,
@@ -35,6 +35,7 @@ from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_named
 from kvproof.rotation import SKETCH, W1_HEX, W2_HEX, Projection, hadamard, signs_from_hex
 from kvproof.segments import merge
+from kvproof.store import TileStore
 
 if TYPE_CHECKING:
     from kvproof.captured import CapturedLayer
@@ -817,9 +818,7 @@ def _attention(
     if arrays.offsets is not None:
         options |= {"offsets": arrays.offsets, "page": case.page, "phase": case.phase}
 
-    def attention(
-        q: Floats, k: NDArray[np.uint8], v: NDArray[np.uint8], **more: Any
-    ) -> NDArray[Any] | None:
+    def attention(q: Floats, k: Any, v: Any, **more: Any) -> NDArray[Any] | None:
         return _call(exam, backend.attention, _nan(*shape), q, k, v, **(options | more))
 
     attention(-arrays.q[::-1], k_blocks, v_blocks)  # see _scores
@@ -832,10 +831,7 @@ def _attention(
     many = case.n_kv >= TRUTH_KEYS and case.n_q * case.num_heads >= 32 and case.window is None
     if parity and case.inputs == "normal" and many:
         _true_attention(exam, case, arrays, got)
-    for count in (1, 2, case.threads) if case.threads else ():
-        again = attention(arrays.q, k_blocks, v_blocks, threads=count)
-        same = again is not None and again.tobytes() == got.tobytes()
-        exam.note("threads", same, f"{count} threads give the same bytes: {same}")
+    _same_for_threads(exam, case, attention, (arrays.q, k_blocks, v_blocks), got)
     if case.n_kv <= SHORT and case.inputs == "normal":
         _after_other_calls(exam, backend, attention, (arrays.q, k_blocks, v_blocks), got)
     if case.num_kv_heads > 1:
@@ -844,10 +840,71 @@ def _attention(
         again = attention(arrays.q, *views)
         same = again is not None and again.tobytes() == got.tobytes()
         exam.note("strides", same, f"a head-major cache gives the same bytes: {same}")
+    rows = (k_blocks, v_blocks)
     if case.lse:
-        _segments(exam, case, arrays, backend, (k_blocks, v_blocks), options, reference)
+        _segments(exam, case, arrays, backend, rows, rows, options, reference)
     if case.inputs == "ramp" and case.n_q == 1 and case.window is None:
         _merge(exam, case, arrays, backend, (k_blocks, v_blocks), attention, got)
+    if backend.arranges(key, value, arrays.k.shape[-1], arrays.v.shape[-1]):
+        for first in TILE_STARTS:
+            sides = _in_tiles(exam, backend, key, value, rows, first)
+            again = attention(arrays.q, *sides, counts=True) if sides else None
+            if sides is None or again is None:
+                return
+            compare(exam, "tiles", again, want, limit_of(case))
+            _same_for_threads(exam, case, attention, (arrays.q, *sides), again)
+            if case.lse:
+                _segments(exam, case, arrays, backend, rows, sides, options, reference)
+
+
+TILE_STARTS = (0, 41)  # slots that the first row lies in
+
+
+def _in_tiles(
+    exam: Examination,
+    backend: Backend,
+    key: Format,
+    value: Format,
+    rows: tuple[NDArray[np.uint8], NDArray[np.uint8]],
+    first: int,
+) -> tuple[tiles.Tiles, tiles.Tiles] | None:
+    """Keys and values in tiles from slot `first` on; the slots around them hold other rows, as in a
+    cache that was cropped."""
+    views = []
+    for fmt, side, blocks in zip((key, value), tiles.SIDES, rows, strict=True):
+        n, heads, size = blocks.shape
+        store = TileStore(fmt, side, heads, size, backend)
+        store.move(0, 0, first + n + 1)
+        try:
+            store.write(0, np.resize(_other_codes(fmt, blocks), (store.capacity, heads, size)))
+            store.write(first, blocks)
+        except KERNEL_ERRORS as error:
+            exam.note("crash", False, f"pack raised {type(error).__name__}: {error}")
+            return None
+        views.append(store.view(first, n))
+    keys, values = views
+    return keys, values
+
+
+def _other_codes(fmt: Format, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Rows of the same scales and none of the codes."""
+    shape = (*rows.shape[:-1], -1, fmt.block_bytes or rows.shape[-1])
+    out, at = ~rows.reshape(shape), scale_at(fmt)
+    out[..., at] = rows.reshape(shape)[..., at]
+    return out.reshape(rows.shape)
+
+
+def _same_for_threads(
+    exam: Examination,
+    case: Case,
+    attention: Callable[..., NDArray[Any] | None],
+    args: tuple[Any, ...],
+    got: NDArray[Any],
+) -> None:
+    for count in (1, 2, case.threads) if case.threads else ():
+        again = attention(*args, threads=count)
+        same = again is not None and again.tobytes() == got.tobytes()
+        exam.note("threads", same, f"{count} threads give the same bytes: {same}")
 
 
 # Error of attention outputs against unquantised K and V on rows of real models, of the worst head
@@ -947,11 +1004,15 @@ def examine_rows(
     ties, wrong = differences(fmt, few, k_scale, k_blocks[:CAPTURED_BYTES], want_bytes)
     text = f"{wrong} of the first rows differ from the format's encoder, {ties} more only at ties"
     exam.note("bytes", wrong == 0 and ties <= 1, text)
-    got = _call(
-        exam, backend.attention, _nan(*q.shape[:2], v.shape[-1]), q, k_blocks, v_blocks,
-        key=fmt, value=value, window=layer.window, scale=layer.scale, k_scale=k_scale,
-        v_scale=v_scale, counts=True,
-    )  # fmt: skip
+
+    def attention(sides: tuple[Any, Any]) -> NDArray[Any] | None:
+        return _call(
+            exam, backend.attention, _nan(*q.shape[:2], v.shape[-1]), q, *sides, key=fmt,
+            value=value, window=layer.window, scale=layer.scale, k_scale=k_scale, v_scale=v_scale,
+            counts=True,
+        )  # fmt: skip
+
+    got = attention((k_blocks, v_blocks))
     if got is None:
         return exam, []
     factor = layer.scale * np.sqrt(case.head_dim)  # `attend` divides by the root itself
@@ -959,6 +1020,11 @@ def examine_rows(
     want = attend(case, stored, reference.rows(value, v_blocks, v_scale))
     if not compare(exam, "parity", got, want, limit_of(case)):
         return exam, []
+    if backend.arranges(fmt, value, q.shape[-1], v.shape[-1]):
+        sides = _in_tiles(exam, backend, fmt, value, (k_blocks, v_blocks), TILE_STARTS[-1])
+        got = attention(sides) if sides else None
+        if got is None or not compare(exam, "tiles", got, want, limit_of(case)):
+            return exam, []
     truth = _true_output(case, layer, factor)
     errors = [nmse(got[:, h], truth[:, h]) for h in range(case.num_heads)]
     bound = CAPTURED.get((model, fmt.name), Bound(np.nan, np.nan)).limit
@@ -1073,6 +1139,7 @@ def _segments(
     arrays: Arrays,
     backend: Backend,
     blocks: tuple[NDArray[np.uint8], NDArray[np.uint8]],
+    sides: tuple[Any, Any],
     options: dict[str, Any],
     reference: Reference,
 ) -> None:
@@ -1093,7 +1160,7 @@ def _segments(
         given = options | {"position": own - start}
         if arrays.offsets is not None:
             given["phase"] = case.phase + start
-        k, v = (b[start:end] for b in blocks)
+        k, v = (side[start:end] for side in sides)
         out = _call(exam, attention, _nan(*want.shape), arrays.q, k, v, **given)
         if out is None:
             return
@@ -1129,10 +1196,115 @@ def _compare_lse(
     exam.note("lse", within(wrong, limit), f"log-sum-exp error {wrong:.1e}, bound {limit:.0e}")
 
 
+PACK_STARTS = (0, 5, 63)
+
+
+def _arrange(
+    exam: Examination, case: Case, arrays: Arrays, backend: Backend, reference: Reference
+) -> None:
+    """Rows to tiles and back, on both sides and from several slots."""
+    fmt = format_named(case.key)
+    rows = _pack(exam, backend, fmt, arrays.k, None)
+    if rows is None:
+        return
+    for side in tiles.SIDES:
+        for at in PACK_STARTS:
+            if not _round_trip(exam, case, backend, fmt, side, rows, at):
+                return
+        if case.inputs == "normal":
+            _refuse_packed_nan(exam, backend, fmt, side, rows)
+
+
+def _round_trip(
+    exam: Examination,
+    case: Case,
+    backend: Backend,
+    fmt: Format,
+    side: str,
+    rows: NDArray[np.uint8],
+    at: int,
+) -> bool:
+    """Rows written at once, and one by one in any order, to tiles that are full of other rows: the
+    bytes of the statement, those of the other rows and those around the tiles included."""
+    n, heads, size = rows.shape
+    count = (at + n) // tiles.TOKENS + 2
+    others = np.resize(_other_codes(fmt, rows[::-1]), (count * tiles.TOKENS, heads, size))
+    full: NDArray[np.uint8] = np.zeros((heads, count, tiles.TOKENS * size), np.uint8)
+    tiles.pack(fmt, side, others, full, 0)
+
+    def filled() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """(memory with guards around the tiles of every head, those tiles)."""
+        memory = np.full((heads, count * tiles.TOKENS * size + 2 * GUARD), GUARD_BYTE, np.uint8)
+        buffer = memory[:, GUARD:-GUARD].reshape(heads, count, -1)
+        buffer[:] = full
+        return memory, buffer
+
+    want = full.copy()
+    tiles.pack(fmt, side, rows, want, at)
+    memory, got = filled()
+    single_memory, single = filled()
+    exam.expected += want.size
+    try:
+        backend.pack(fmt, side, rows, got, at)
+        for t in np.random.default_rng(case.seed).permutation(n):
+            backend.pack(fmt, side, rows[t : t + 1], single, at + int(t))
+    except KERNEL_ERRORS as error:
+        exam.note("crash", False, f"pack raised {type(error).__name__}: {error}")
+        return False
+    exam.outputs += got.size
+    wrong = int((got != want).any(axis=-1).sum())
+    exam.most("wrong_rows", wrong)
+    where = f"{side}s from slot {at}"
+    exam.note("bytes", wrong == 0, f"{where}: {wrong} of {want[..., 0].size} tiles differ")
+    same = bool((single == got).all())
+    exam.note("append", same, f"{where}: one row at a time gives the same bytes: {same}")
+    edges = [
+        m[:, part] for m in (memory, single_memory) for part in (slice(GUARD), slice(-GUARD, None))
+    ]
+    kept = all((edge == GUARD_BYTE).all() for edge in edges)
+    exam.note("guard", kept, f"{where}: bytes around the tiles " + ("kept" if kept else "changed"))
+    for first, end in ((0, n), (min(3, n - 1), max(n - 2, min(4, n)))):
+        held = rows[first:end]
+        back = _call(
+            exam, backend.unpack, ~held, fmt, side, got, at + first, end - first, counts=True
+        )
+        if back is None:
+            return False
+        exam.outputs += back.size
+        lost = int((back != held).any(axis=-1).sum())
+        exam.most("wrong_rows", lost)
+        exam.note("round_trip", lost == 0, f"{where}: {lost} rows are not what was packed")
+    return True
+
+
+def _refuse_packed_nan(
+    exam: Examination, backend: Backend, fmt: Format, side: str, rows: NDArray[np.uint8]
+) -> None:
+    """A row whose stored scale is not finite is refused by a line that names it, and no row is
+    written: kernels multiply by whatever a slot holds."""
+    n, heads, size = rows.shape
+    row, at = min(17, n * heads - 1), scale_at(fmt)
+    buffer = np.zeros((heads, n // tiles.TOKENS + 1, tiles.TOKENS * size), np.uint8)
+    for bad in (b"\x01\x7e", b"\x00\x7c"):
+        poisoned = rows.copy()
+        blocks = poisoned.reshape(n * heads, -1, fmt.block_bytes or size)
+        blocks[row, -1, at] = np.frombuffer(bad, np.uint8)
+        try:
+            backend.pack(fmt, side, poisoned, buffer, 0)
+        except RequestError as error:
+            clean = f"row {row} " in str(error) and not buffer.any()
+            exam.note("refusal", clean, f"refused as {str(error)!r}")
+        except KERNEL_ERRORS as error:
+            exam.note("refusal", False, f"raised {type(error).__name__}: {error}")
+        else:
+            exam.note("refusal", False, f"stored scale {bad.hex()} in row {row} was packed")
+
+
 _OPERATIONS: dict[str, Callable[[Examination, Case, Arrays, Backend, Reference], None]] = {
     "encode": _encode,
     "decode": _decode,
     "scores": _scores,
     "dot": _dot,
     "attention": _attention,
+    "pack": _arrange,
 }

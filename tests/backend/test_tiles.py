@@ -3,16 +3,18 @@
 import numpy as np
 import pytest
 
-from kvproof import formats
+from kvproof import formats, gate, rules
 from kvproof.backends import tiles
 from kvproof.backends.reference import ReferenceBackend
+from kvproof.cases import Case
 from kvproof.errors import Refused, RequestError
+from kvproof.evidence import Outcome
 from kvproof.formats import turbo
 from kvproof.store import TileStore
 
 try:
     from kvproof import _kernels
-    from kvproof.backends.cpu import CpuBackend
+    from kvproof.backends.cpu import CpuBackend, isas
 except (Refused, ImportError) as refused:
     pytest.skip(f"cpu backend: {refused}", allow_module_level=True)
 
@@ -201,6 +203,16 @@ def test_what_does_not_fit_is_refused_in_one_line(backend):
         backend.unpack(tq4, "key", buffer, 100, 30)
 
 
+@pytest.mark.parametrize("backend", [CPU, REFERENCE], ids=["cpu", "reference"])
+def test_no_rows_fit_anywhere(backend):
+    tq4 = formats.get("tq4")
+    none = np.empty((0, 2, 34), np.uint8)
+    for count, at in ((0, 0), (1, 0), (1, 64)):
+        buffer = np.zeros((2, count, 64 * 34), np.uint8)
+        backend.pack(tq4, "key", none, buffer, at)
+        assert backend.unpack(tq4, "key", buffer, at, 0).shape == (0, 2, 34)
+
+
 def test_only_pairs_that_have_tiles_on_both_sides_are_arranged():
     for backend in (CpuBackend(tiles=True), ReferenceBackend(tiles=True)):
         f16, tq4, tq3, tcq3 = (formats.get(n) for n in ("f16", "tq4", "tq3", "tcq3"))
@@ -287,3 +299,20 @@ def test_tiles_of_something_else_are_refused(backend):
     ):
         with pytest.raises(RequestError, match=message):
             backend.attention(q, a, b, **options)
+
+
+@pytest.mark.parametrize("isa", [name for name, here in isas().items() if here])
+@pytest.mark.parametrize("pair", [("tq4", "tq4"), ("q8_0", "tbq3_0"), ("tq5", "tq2")])
+def test_a_cache_in_tiles_passes_the_candidate_gate(pair, isa):
+    backend = CpuBackend(isa, tiles=True)
+    records = gate.gate_evidence(pair, [64, (96, 128)], backend, windows=[32])
+    assert [e.reason for e in records if e.outcome is not Outcome.PASSED] == []
+    assert {e.subject["variant"] for e in records} >= {"pack", "attention"}
+
+
+def test_attention_over_tiles_is_compared_where_they_are_kept_and_only_there():
+    case = Case("attention", "tq4", "tq4", head_dim=64, n_kv=70, num_heads=4, num_kv_heads=2)
+    for backend, shown in ((CpuBackend(tiles=True), True), (CpuBackend(tiles=False), False)):
+        exam = rules.examine(case, backend)
+        assert not exam.failed and ("tiles" in {f.rule for f in exam.findings}) == shown
+        assert exam.outputs == exam.expected == 4 * 64 * (3 if shown else 1)

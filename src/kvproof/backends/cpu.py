@@ -44,8 +44,9 @@ except ModuleNotFoundError as missing:
         "`make setup` or install a wheel"
     ) from missing
 
-# Sets with kernels that read tiles; the others read rows.
-TILE_ISAS = frozenset(_kernels.tiled_isas()) - {"scalar"}  # by lanes they win nothing
+# Sets with kernels that read tiles, and those whose caches are held so by themselves.
+TILED = frozenset(_kernels.tiled_isas())
+TILE_ISAS = TILED - {"scalar"}  # by lanes they win nothing
 
 _VARIANTS = ("tbq3_tcq", "qjl1_256")  # with a codebook or projection of their own
 
@@ -148,7 +149,7 @@ class CpuBackend:
 
     def __init__(self, isa: str | None = None, *, tiles: bool | None = None) -> None:
         """Use `isa`, or what `chosen_isa` says. `tiles`: whether caches hold rows in tiles where
-        they can; None: where the set has kernels for them (the others would unpack them again)."""
+        they can; None: where that is faster (sets without kernels for them unpack them again)."""
         self.isa = isa or chosen_isa()
         self._tiles = self.isa in TILE_ISAS if tiles is None else tiles
         if not isas().get(self.isa, False):
@@ -290,8 +291,8 @@ class CpuBackend:
         self, key: str | Format, value: str | Format, head_dim_k: int, head_dim_v: int
     ) -> bool:
         """Whether this instance holds such caches in tiles."""
-        sides = ((format_of(key), head_dim_k), (format_of(value), head_dim_v))
-        return self._tiles and all(tiles.fits(f, head_dim) for f, head_dim in sides)
+        fk, fv = format_of(key), format_of(value)
+        return self._tiles and tiles.fit(fk, fv, head_dim_k, head_dim_v)
 
     def pack(
         self, fmt: str | Format, side: str, rows: Any, buffer: NDArray[np.uint8], at: int
@@ -351,7 +352,7 @@ class CpuBackend:
         fk, fv = format_of(key), format_of(value)
         queries = _floats(q, "attention: q")
         tiled = tiles.check_pair(k_blocks, v_blocks, fk, fv)
-        if tiled and self.isa not in TILE_ISAS:
+        if tiled and self.isa not in TILED:
             k_blocks, v_blocks, tiled = self._rows_of(k_blocks), self._rows_of(v_blocks), False
         keys, values = k_blocks, v_blocks
         if not tiled:

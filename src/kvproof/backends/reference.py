@@ -74,7 +74,7 @@ class ReferenceBackend:
 
     def arranges(self, key: Format, value: Format, head_dim_k: int, head_dim_v: int) -> bool:
         """If it was made so, wherever there are tiles for both."""
-        return self._tiles and tiles.fits(key, head_dim_k) and tiles.fits(value, head_dim_v)
+        return self._tiles and tiles.fit(key, value, head_dim_k, head_dim_v)
 
     def pack(self, fmt: Format, side: str, rows: Any, buffer: NDArray[np.uint8], at: int) -> None:
         """See tiles.pack."""

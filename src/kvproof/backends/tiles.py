@@ -21,7 +21,7 @@ infinite. This module is the statement that the kernels of `pack` and `unpack` a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -67,6 +67,13 @@ class Tiles:
     def __len__(self) -> int:
         return self.n
 
+    def __getitem__(self, rows: slice) -> Tiles:
+        """Some of the rows, by a slice without a step."""
+        start, end, step = rows.indices(self.n)
+        if step != 1:
+            raise RequestError(f"tiles: rows come in steps of 1, not {step}")
+        return replace(self, first=self.first + start, n=max(0, end - start))
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """(n, num_kv_heads, row_bytes)."""
@@ -98,6 +105,11 @@ def fits(fmt: Format, head_dim: int) -> bool:
     return fmt.name in PLANES and head_dim % MULTIPLE == 0 and 0 < head_dim <= WIDEST
 
 
+def fit(key: Format, value: Format, head_dim_k: int, head_dim_v: int) -> bool:
+    """Whether both sides of such a cache can be."""
+    return fits(key, head_dim_k) and fits(value, head_dim_v)
+
+
 def check(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int, what: str = "tiles") -> None:
     """RequestError naming what does not fit: rows `[n, num_kv_heads, row_bytes]`, a buffer `[
     num_kv_heads, tiles, 64 * row_bytes]` and the slots from `at` on."""
@@ -126,6 +138,8 @@ def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
     RequestError naming the first row whose stored scale is not finite; nothing is written then.
     """
     check(fmt, side, rows, buffer, at)
+    if not len(rows):
+        return
     codes, scales = _split(fmt, rows)
     bad = ~np.isfinite(scales).all(axis=-1).reshape(-1)
     if bad.any():
