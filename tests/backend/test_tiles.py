@@ -1,15 +1,21 @@
 """Cached rows in tiles: the statement of the layout, and the kernels that are held to it."""
 
+import contextlib
+
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from kvproof import formats, gate, rules
 from kvproof.backends import tiles
 from kvproof.backends.reference import ReferenceBackend
+from kvproof.cache import LayerCache
 from kvproof.cases import Case
 from kvproof.errors import Refused, RequestError
 from kvproof.evidence import Outcome
 from kvproof.formats import turbo
+from kvproof.geometry import LayerGeometry
 from kvproof.store import TileStore
 
 try:
@@ -201,6 +207,20 @@ def test_what_does_not_fit_is_refused_in_one_line(backend):
     assert not buffer.any()
     with pytest.raises(RequestError, match="slots 100 to 130 of 128"):
         backend.unpack(tq4, "key", buffer, 100, 30)
+    with pytest.raises(RequestError, match="-1 rows of a buffer"):
+        backend.unpack(tq4, "key", buffer, 100, -1)
+    with pytest.raises(RequestError, match="rows 100 to 130 of 128 do not exist"):
+        tiles.Tiles(tq4, "key", buffer, 100, 30)
+    with pytest.raises(RequestError, match="buffer must be uint8 of three axes"):
+        tiles.Tiles(tq4, "key", buffer[0], 0, 3)
+    q, wide = np.ones((1, 2, 80), np.float32), np.zeros((2, 1, 64 * 42), np.uint8)
+    sides = [tiles.Tiles(tq4, side, wide, 0, 3) for side in tiles.SIDES]
+    with pytest.raises(RequestError, match="head_dim 80 is not held in tiles"):
+        backend.attention(q, *sides, key=tq4, value=tq4)
+    sides = [tiles.Tiles(tq4, side, buffer, 3, 5)[1:3] for side in tiles.SIDES]
+    assert [(s.first, len(s)) for s in sides] == [(4, 2), (4, 2)]
+    with pytest.raises(RequestError, match="steps of 1, not 2"):
+        sides[0][::2]
 
 
 @pytest.mark.parametrize("backend", [CPU, REFERENCE], ids=["cpu", "reference"])
@@ -299,6 +319,46 @@ def test_tiles_of_something_else_are_refused(backend):
     ):
         with pytest.raises(RequestError, match=message):
             backend.attention(q, a, b, **options)
+
+
+@st.composite
+def lives(draw):
+    """A window or none, and what happens to a cache: (what, how many tokens)."""
+    window = draw(st.sampled_from([None, 1, 5, 40, 64, 65, 130]))
+    step = st.tuples(
+        st.sampled_from(["append", "append", "append", "crop", "evict", "reset"]),
+        st.one_of(st.integers(0, 4), st.integers(0, 200)),
+    )
+    return window, draw(st.lists(step, min_size=1, max_size=12))
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(lives(), st.sampled_from([0, 3]))
+def test_tiles_hold_what_rows_hold_whatever_happens(life, sinks):
+    window, steps = life
+    layer = LayerGeometry(0, 2, 1, 64, 32, window, None)
+    pair = formats.get("tq3"), formats.get("tbq4_0")
+    rng = np.random.default_rng(0)
+    caches = [LayerCache(layer, *pair, CpuBackend(tiles=t), sinks=sinks) for t in (False, True)]
+    plain, tiled = caches
+    for what, n in steps:
+        k, v = (rng.standard_normal((n, 1, d)).astype(np.float32) for d in (64, 32))
+        q = rng.standard_normal((1, 2, 64)).astype(np.float32)
+        for cache in caches:
+            if what == "append":
+                cache.append(k, v)
+            elif what == "crop":
+                with contextlib.suppress(RequestError):  # behind the window, by both
+                    cache.crop(min(n, cache.length))
+            else:
+                getattr(cache, what)()
+        assert (plain.length, plain.cached) == (tiled.length, tiled.cached)
+        np.testing.assert_array_equal(plain.k_blocks, tiled.k_blocks)
+        np.testing.assert_array_equal(plain.v_blocks, tiled.v_blocks)
+        assert plain.used_bytes == tiled.used_bytes <= tiled.nbytes
+        if what == "append" and n:
+            got = [cache.attention(q) for cache in caches]
+            np.testing.assert_allclose(*got, rtol=0, atol=3e-3)
 
 
 @pytest.mark.parametrize("isa", [name for name, here in isas().items() if here])

@@ -320,8 +320,7 @@ class CpuBackend:
     ) -> NDArray[np.uint8]:
         """The n rows from slot `first` on, `[n, num_kv_heads, row_bytes]`."""
         f = format_of(fmt)
-        shape = (n, buffer.shape[0], buffer.shape[2] // tiles.TOKENS)
-        rows = _output(out, shape, np.uint8, "unpack")
+        rows = _output(out, tiles.rows_shape(buffer, n), np.uint8, "unpack")
         tiles.check(f, side, rows, buffer, first, "unpack")
         _kernels.unpack(default_threads(), f.name, side, buffer, first, rows)
         return rows

@@ -64,6 +64,18 @@ class Tiles:
 
     ndim = 3
 
+    def __post_init__(self) -> None:
+        buffer = self.buffer
+        if buffer.dtype != np.uint8 or buffer.ndim != 3:
+            raise RequestError(
+                f"tiles: buffer must be uint8 of three axes, got {buffer.dtype} {buffer.shape}"
+            )
+        slots = buffer.shape[1] * TOKENS
+        if not 0 <= self.first <= self.first + self.n <= slots:
+            raise RequestError(
+                f"tiles: rows {self.first} to {self.first + self.n} of {slots} do not exist"
+            )
+
     def __len__(self) -> int:
         return self.n
 
@@ -93,6 +105,9 @@ def check_pair(keys: object, values: object, key: Format, value: Format) -> bool
                 f"attention: the {side}s are tiles of {tiles.format.name} {tiles.side}s, not of "
                 f"{fmt.name}"
             )
+        head_dim = fmt.row_values(tiles.shape[2])
+        if not fits(fmt, head_dim):
+            raise RequestError(f"{fmt.name}: head_dim {head_dim} is not held in tiles")
     if keys.first != values.first:
         raise RequestError(
             f"attention: keys begin in slot {keys.first} and values in {values.first}"
@@ -159,7 +174,7 @@ def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
 
 def unpack(fmt: Format, side: str, buffer: Bytes, first: int, n: int) -> Bytes:
     """The n rows from slot `first` on, uint8 `[n, num_kv_heads, row_bytes]`: inverse of `pack`."""
-    rows: Bytes = np.empty((n, buffer.shape[0], buffer.shape[2] // TOKENS), np.uint8)
+    rows: Bytes = np.empty(rows_shape(buffer, n), np.uint8)
     check(fmt, side, rows, buffer, first)
     for tile, slots, these in _by_tile(first, n):
         head_dim = fmt.row_values(rows.shape[2])
@@ -170,6 +185,13 @@ def unpack(fmt: Format, side: str, buffer: Bytes, first: int, n: int) -> Bytes:
         scales = _scales(fmt, buffer[:, tile], head_dim)[..., slots]
         rows[these] = _joined(fmt, np.swapaxes(codes, 0, 1), scales.transpose(2, 0, 1))
     return rows
+
+
+def rows_shape(buffer: Bytes, n: int) -> tuple[int, int, int]:
+    """Shape of n rows of a buffer of tiles."""
+    if buffer.ndim != 3 or n < 0:
+        raise RequestError(f"unpack: {n} rows of a buffer {buffer.shape}, needs three axes")
+    return n, buffer.shape[0], buffer.shape[2] // TOKENS
 
 
 def bad_row(fmt: Format, side: str, row: int) -> RequestError:

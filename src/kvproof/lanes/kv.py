@@ -950,7 +950,7 @@ def measure_attention(
                     "kind": "speed", "lane": "attention", "backend": backend.name,
                     "key": pair.key, "value": pair.value, "num_heads": heads,
                     "num_kv_heads": kv_heads, "head_dim": head_dim, "depth": depth,
-                    "kernels": backend.kernel("attention", get_format(pair.key), head_dim),
+                    "kernels": ", ".join(k for k in candidate.calls if k.startswith("attention")),
                 }  # fmt: skip
                 yield Evidence(
                     subject, Outcome.PASSED, metrics, environment, backend.digest(),
