@@ -13,119 +13,23 @@
 #include <utility>
 #include <vector>
 
-#include "carver.h"
 #include "ops.h"
+#include "plan.h"
 #include "pool.h"
 
 namespace kvproof {
 namespace {
 
 constexpr int BLOCK_ROWS = 32;    // query rows per task: 32 x 256 scores are half of an L2 way
+constexpr int FEW_ROWS = 8;       // of a KV head: more are a prompt
 constexpr int TARGET_TASKS = 64;  // enough for the threads of a large machine to even out
 constexpr int SMALLEST_CHUNK = 512;
 // Up to this many row groups each decode the keys for themselves: a tile costs more to store.
 constexpr int MOST_FUSED = 2;
 // Below this many multiply-adds a second thread costs more than it brings.
 constexpr double SERIAL_WORK = 1 << 18;
-constexpr float LOG2_E = 1.44269504088896340736f;  // the softmax works in powers of two
-constexpr double LN_2 = 0.69314718055994530942;
 
-int up(int n, int to) { return (n + to - 1) / to * to; }
 int width_index(int width) { return width == 4 ? 2 : width - 1; }
-
-// Where code c of a group lands in the row, for full groups and for a last group of 16; -1:
-// nowhere.
-int element_of(int fmt, int dim, int group, int c) {
-  const int at = group * GROUP;
-  c = value_of_code(fmt, c);
-  if (dim - at >= GROUP || path_of(fmt) != ROW) return at + c < dim ? at + c : -1;
-  const int plane = fmt == TQ8 ? GROUP : fmt == TQ4 || fmt == FIVE ? 16 : 8, half = plane / 2;
-  return c % plane < half ? at + c / plane * half + c % half : -1;
-}
-
-// Element of the row at each position of decoded scratch.
-void order(int fmt, int dim, int (*element)(int, int), int* out) {
-  for (int p = 0; p < padded(dim); ++p) {
-    const int c = path_of(fmt) == REAL ? p % GROUP : element(fmt, p % GROUP);
-    out[p] = element_of(fmt, dim, p / GROUP, c);
-  }
-}
-
-Table signed_table(int largest) {  // codes that are their own values
-  Table t{};
-  t.scale = 1;
-  t.largest = largest;
-  return t;
-}
-
-bool is_signed(int fmt) { return layout_of(fmt) == Q8_0 || layout_of(fmt) == TQ8; }
-
-Table shifted(const Kernels& isa, int fmt, Table t) {
-  if (isa.unsigned_rows && layout_of(fmt) == TQ8) {
-    t.offset = 128;
-  } else if (isa.unsigned_rows && path_of(fmt) == ROW) {
-    t.offset = -*std::min_element(t.entry, t.entry + 32);
-    for (std::int16_t& entry : t.entry) entry = std::int16_t(entry + t.offset);
-  }
-  return t;
-}
-
-// Entries that a residual adds to the 128 values of a block, by its bit: [bit][position], where
-// element[position] is the value decoded there.
-void fill_residual(const Table& table, const float* signs, const int* element, std::int16_t* out) {
-  const auto step = std::int16_t(std::nearbyint(RESIDUAL / ROOT * table.scale));
-  for (int p = 0; p < WIDE; ++p) {
-    out[WIDE + p] = signs[element[p]] > 0 ? step : std::int16_t(-step);
-    out[p] = std::int16_t(-out[WIDE + p]);
-  }
-}
-
-Table key_table(const Kernels& isa, const Side& side) {
-  const int fmt = side.fmt;
-  Table t = shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : side.book->key);
-  if (fmt == QJL1_256) {
-    t.scale = float(1 / SKETCH_FACTOR);
-    t.largest = 1;
-  }
-  if (const WideTrellis* trellis = side.book->wide_trellis) {
-    t.scale = trellis->scale;
-    t.largest = trellis->largest;
-    t.pairs = trellis->pairs;
-  }
-  return t;
-}
-Table value_table(const Kernels& isa, const Side& side) {
-  const int fmt = side.fmt;
-  Table t = shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : side.book->value_side);
-  if (const WideTrellis* trellis = side.book->wide_trellis) {
-    t.scale = trellis->scale;
-    t.largest = trellis->largest;
-    t.pairs = trellis->pairs;
-  }
-  return t;
-}
-
-// Rows as the kernels of their layout read them: n tokens of a KV head from `first` on, in place or
-// repacked to `space`.
-std::ptrdiff_t repacked_stride(const Side& side) {
-  return up(int(row_bytes(layout_of(side.fmt), side.dim)), 32);
-}
-std::size_t repacked_bytes(const Kernels& isa, const Side& side) {
-  // Fifth bits are read by 16 bytes.
-  return isa.repack[side.fmt] ? std::size_t(TILE) * repacked_stride(side) + 16 : 0;
-}
-Rows laid_out(const Kernels& isa, const Side& side, int head, int first, int n,
-              std::uint8_t* space) {
-  Rows rows{side.base + first * side.token_stride + head * side.head_stride, side.token_stride, n,
-            side.stored()};
-  if (isa.repack[side.fmt]) {
-    const std::ptrdiff_t stride = repacked_stride(side);
-    isa.repack[side.fmt](rows, *side.book, space, stride);
-    rows.base = space;
-    rows.stride = stride;
-  }
-  return rows;
-}
 
 // Query rows of one KV head, prepared for the key path.
 struct Prepared {
@@ -148,27 +52,23 @@ struct KeyPlan {
   const Side& side;
   Path path;
   int layout;
-  Table table;
+  DecodedKeys decoded;
+  const Table& table;
   Spin spin;
   int stored, width, largest;
-  int tile_element[MAX_DIM + GROUP], score_element[MAX_DIM + GROUP];
-  std::int16_t residual[2 * WIDE];
+  int score_element[MAX_DIM + GROUP];
 
   KeyPlan(const Kernels& k, const Side& s)
       : isa(k),
         side(s),
         path(path_of(s.fmt)),
         layout(layout_of(s.fmt)),
-        table(key_table(k, s)),
+        decoded(k, s),
+        table(decoded.table),
         spin({s.fmt, s.book}, s.dim),
         stored(s.stored()),
         width(padded(stored)) {
-    order(layout, stored, k.key_element, tile_element);
     order(layout, stored, k.score_element, score_element);
-    if (s.fmt == Q4_POLAR_RES) {
-      fill_residual(table, s.book->residual, tile_element, residual);
-      table.residual = residual;
-    }
     // A whole row of products has to fit an int32; blocks are flushed long before.
     const double room = 2147483647.0 / (double(table.largest) * s.dim);
     largest = path == ROW && room < QMAX ? int(room) : QMAX;
@@ -197,7 +97,7 @@ struct KeyPlan {
     }
     spin.forward(isa, q, factor, dim, p.y);
     p.scale[r] = isa.quantize(p.y, stored, largest, p.natural) / table.scale;
-    const int* const element = fused(n_groups) ? score_element : tile_element;
+    const int* const element = fused(n_groups) ? score_element : decoded.element;
     std::uint32_t sum = 0;
     for (int i = 0; i < width; ++i) {
       coded[i] = element[i] < 0 ? std::int16_t(0) : p.natural[element[i]];
@@ -255,10 +155,6 @@ int split_rows(int n, RowGroup* groups) {
 std::size_t tile_bytes(const Side& side) { return std::size_t(TILE) * padded(side.stored()) * 4; }
 std::size_t scale_count(const Side& side) { return std::size_t(TILE) * groups_of(side.stored()); }
 
-const float* query_row(const Query& q, int group, int kv_head, int row) {
-  return q.base + row / group * q.row_stride + (kv_head * group + row % group) * q.head_stride;
-}
-
 class Attention {
  public:
   Attention(const Kernels& isa, const Query& q, const Side& keys, const Side& values, Mask mask,
@@ -274,23 +170,13 @@ class Attention {
         lse_(lse),
         plan_(isa, keys_),
         value_path_(path_of(values.fmt)),
-        value_table_(value_table(isa, values)),
+        decoded_(isa, values),
+        value_table_(decoded_.table),
         value_spin_({values.fmt, values.book}, values.dim),
         value_width_(padded(values.dim)),
         group_(q.heads / keys.heads),
         rows_(q.n * group_),
         blocks_((rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS) {
-    order(layout_of(values.fmt), values.dim, isa.value_element, value_element_);
-    if (values.fmt == Q4_POLAR_RES) {
-      std::int16_t one[2 * WIDE];
-      fill_residual(value_table_, values.book->residual, value_element_, one);
-      for (int both = 0; both < 4; ++both)
-        for (int p = 0; p < WIDE; ++p) {
-          value_residual_[(both * WIDE + p) * 2] = one[both % 2 * WIDE + p];
-          value_residual_[(both * WIDE + p) * 2 + 1] = one[both / 2 * WIDE + p];
-        }
-      value_table_.residual = value_residual_;
-    }
     // 64 tokens of weight x entry meet in one int32.
     const double room = 2147483647.0 / (double(TILE) * std::max(1, value_table_.largest));
     largest_weight_ = room < 32767 ? int(room) : 32767;
@@ -552,7 +438,7 @@ class Attention {
     const float factor =
         (sum > 0 ? 1 / sum : 0) * (values_.head_scale ? values_.head_scale[head] : 1.f);
     for (int p = 0; p < value_width_; ++p)
-      if (value_element_[p] >= 0) w.y[value_element_[p]] = values[p] * factor;
+      if (decoded_.element[p] >= 0) w.y[decoded_.element[p]] = values[p] * factor;
     value_spin_.inverse(isa_, w.y, dim, w.y);
     std::memcpy(to, w.y, std::size_t(dim) * sizeof(float));
   }
@@ -566,11 +452,10 @@ class Attention {
   float *const out_, *const lse_;
   const KeyPlan plan_;
   const Path value_path_;
-  Table value_table_;
+  const DecodedValues decoded_;
+  const Table& value_table_;
   const Spin value_spin_;
   const int value_width_, group_, rows_, blocks_;
-  int value_element_[MAX_DIM + GROUP];
-  std::int16_t value_residual_[8 * WIDE];
   int largest_weight_, chunk_, chunks_;
   float* partial_ = nullptr;
   std::vector<Prepared> prepared_;  // [head][block], if there are several chunks
@@ -581,6 +466,8 @@ class Attention {
 bool attention(const Kernels& isa, int threads, const Query& q, const Side& keys,
                const Side& values, Mask mask, const Offsets& offsets, float scale, float* out,
                float* lse) {
+  if (q.n * (q.heads / keys.heads) > FEW_ROWS)
+    return prompt_attention(isa, threads, q, keys, values, mask, offsets, scale, out, lse);
   return Attention(isa, q, keys, values, mask, offsets, scale, out, lse).run(threads);
 }
 

@@ -134,6 +134,9 @@ struct Avx2 : CodesAvx2 {
   static W pair(W even, W odd) {
     return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa);
   }
+  static W scale_entries(W x, int shift, W factor) {
+    return _mm256_mulhrs_epi16(_mm256_sll_epi16(x, _mm_cvtsi32_si128(shift)), factor);
+  }
   static W add_entries(W a, W b) { return _mm256_add_epi16(a, b); }
   static W add_words(W a, W b) { return _mm256_add_epi32(a, b); }
   static W count_above(W count, F x, F limit) {  // a true lane is -1
@@ -281,6 +284,24 @@ struct Avx2 : CodesAvx2 {
   static void store_values_row(const Lut& lut, Codes a, Codes b, std::uint8_t* out) {
     store_words(out, _mm256_shuffle_epi8(lut.low, _mm256_unpacklo_epi16(a, b)));
     store_words(out + 32, _mm256_shuffle_epi8(lut.low, _mm256_unpackhi_epi16(a, b)));
+  }
+  // The same pairs as numbers, for tiles that many rows read.
+  static void store_even_odd(W first, W second, std::int16_t* out) {
+    W words[4];
+    even_odd(first, words);
+    even_odd(second, words + 2);
+    for (int i = 0; i < 4; ++i) store_words(out + 16 * i, words[i]);
+  }
+  static void store_values_bytes(Codes a, Codes b, std::int16_t* out) {
+    store_even_odd(shifted(_mm256_unpacklo_epi16(a, b)), shifted(_mm256_unpackhi_epi16(a, b)), out);
+  }
+  static void store_values_row(const Lut& lut, Codes a, Codes b, std::int16_t* out) {
+    store_even_odd(_mm256_shuffle_epi8(lut.low, _mm256_unpacklo_epi16(a, b)),
+                   _mm256_shuffle_epi8(lut.low, _mm256_unpackhi_epi16(a, b)), out);
+  }
+  static void store_values_row(const Lut& lut, const Fives& a, const Fives& b, std::int16_t* out) {
+    const W of_a = lut.byte(a), of_b = lut.byte(b);
+    store_even_odd(_mm256_unpacklo_epi16(of_a, of_b), _mm256_unpackhi_epi16(of_a, of_b), out);
   }
   // Entries of 32 trellis states, in natural order. Each load takes two; on Zen 3 a gather of eight
   // takes 1.8 times as long.

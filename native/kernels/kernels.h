@@ -312,8 +312,7 @@ struct Kernels {
   bool (*decode_keys[LAYOUTS])(const Rows&, const Table&, void* out, float* scales);
   // Groups [first, last) of a tile: pairs [token / 2][width][2], where width is 32 times the
   // groups, int16 or what the set prefers for the row formats, with scales[(g - first) * TILE + (t
-  // & 1) * TILE / 2 + t / 2] (row: g = first). On the real path always the whole row, float
-  // [token][padded dim].
+  // & 1) * TILE / 2 + t / 2] (row: g = first). On the real path float [token][width].
   bool (*decode_values[LAYOUTS])(const Rows&, const Table&, int first, int last, void* out,
                                  float* scales);
 
@@ -339,6 +338,30 @@ struct Kernels {
   void (*accumulate[PATHS][WIDTHS])(const void* weights, std::ptrdiff_t plane, const float* step,
                                     const void* values, int n, int dim, int offset, float* out,
                                     std::ptrdiff_t out_stride);
+
+  // Many query rows: panels of `panel` rows, see panel.h.
+  int panel;
+  // As decode_values, but int16 pairs for row formats too.
+  bool (*decode_pairs[LAYOUTS])(const Rows&, const Table&, int first, int last, void* out,
+                                float* scales);
+  void (*panel_scores)(const std::int32_t* query, const std::int16_t* keys, int width,
+                       const float* unit, int n, float* scores);
+  void (*panel_scores_real)(const float* query, const float* keys, int width, int n, bool first,
+                            float* scores);
+  bool (*panel_softmax)(float* scores, int n, bool masked, const float* factor, const float* unit,
+                        float room, float* maximum, float* sum, float* alpha, std::int32_t* words,
+                        float* step);
+  void (*panel_values)(const std::int32_t* weights, const std::int16_t* values, int width,
+                       int pairs, const float* step, float* out);
+  void (*panel_values_real)(const float* weights, const float* values, int width, int n,
+                            float* out);
+  void (*panel_scale)(float* out, int width, const float* alpha);
+  void (*level_keys)(std::int16_t* keys, int n, int groups, int largest, float* scales, float norm,
+                     float* unit);
+  void (*value_units)(const float* scales, int columns, float* unit);
+  void (*level_values)(std::int16_t* values, int n, int groups, int block_groups, int shift,
+                       const float* scales, const float* unit);
+  void (*centre)(std::int16_t* entry, int n, int offset);
 
   void (*scale_row)(float* x, int n, float factor);
   // Query row (stored domain, natural order) -> int16 in natural order; returns the step.

@@ -104,6 +104,9 @@ struct Avx512 : CodesAvx2 {
   static W pair(W even, W odd) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
   }
+  static W scale_entries(W x, int shift, W factor) {
+    return _mm512_mulhrs_epi16(_mm512_sll_epi16(x, _mm_cvtsi32_si128(shift)), factor);
+  }
   static W add_entries(W a, W b) { return _mm512_add_epi16(a, b); }
   static W add_words(W a, W b) { return _mm512_add_epi32(a, b); }
   static W count_above(W count, F x, F limit) {

@@ -194,7 +194,7 @@ bool decode_keys_coded(const Rows& rows, const Table& table, void* out, float* s
   return convert_scales<I, F>(halves, n_scales, scales);
 }
 
-template <class I, int F>
+template <class I, int F, class Value>
 bool decode_values_coded(const Rows& rows, const Table& table, int first, int last, void* out,
                          float* scales) {
   // Partner of an odd last token: its weight is 0, its bytes only have to be readable.
@@ -204,7 +204,6 @@ bool decode_values_coded(const Rows& rows, const Table& table, int first, int la
   const int n_scales = path_of(F) == BLOCK ? groups / block_groups(F) * TILE : TILE;
   alignas(64) std::uint16_t halves[path_of(F) == BLOCK ? SLICE * TILE : TILE];
   if (rows.n < TILE) std::memset(halves, 0, std::size_t(n_scales) * sizeof *halves);
-  using Value = std::conditional_t<path_of(F) == ROW, typename I::RowValue, std::int16_t>;
   auto* o = static_cast<Value*>(out);
   const std::ptrdiff_t unit_at = row_bytes(F, rows.dim) - 2;
   const int n = rows.n, dim = rows.dim;
@@ -239,27 +238,29 @@ inline typename I::F load_real(const std::uint8_t* p) {
     return I::load_fp8(p);
 }
 
+// Elements of groups [first, last) of a tile.
 template <class I, int F>
-bool decode_real_keys(const Rows& rows, const Table&, void* out, float*) {
+bool decode_real_values(const Rows& rows, const Table&, int first, int last, void* out, float*) {
   constexpr int L = I::LANES, size = block_bytes(F);
-  const int whole = rows.dim / L * L, width = padded(rows.dim);
+  const int dim = smaller(rows.dim, last * GROUP) - first * GROUP;
+  const int whole = dim / L * L, width = padded(dim);
   typename I::F check = I::zero();  // 0 * x is NaN exactly where x is not finite
   for (int t = 0; t < rows.n; ++t) {
-    const std::uint8_t* p = rows.base + t * rows.stride;
+    const std::uint8_t* p = rows.base + t * rows.stride + first * GROUP * size;
     float* o = static_cast<float*>(out) + std::ptrdiff_t(t) * width;
     for (int d = 0; d < whole; d += L) {
       const typename I::F x = load_real<I, F>(p + d * size);
       check = I::fma(x, I::zero(), check);
       I::store(o + d, x);
     }
-    if (whole < rows.dim) {
+    if (whole < dim) {
       alignas(64) std::uint8_t tail[L * size] = {};
-      std::memcpy(tail, p + whole * size, std::size_t(rows.dim - whole) * size);
+      std::memcpy(tail, p + whole * size, std::size_t(dim - whole) * size);
       const typename I::F x = load_real<I, F>(tail);
       check = I::fma(x, I::zero(), check);
       I::store(o + whole, x);
     }
-    for (int d = (rows.dim + L - 1) / L * L; d < width; d += L) I::store(o + d, I::zero());
+    for (int d = (dim + L - 1) / L * L; d < width; d += L) I::store(o + d, I::zero());
   }
   // Partners of the last tokens up to a full step: read, multiplied by weight 0, so kept finite.
   const int step = smaller(TILE, (rows.n + 31) / 32 * 32);
@@ -273,8 +274,8 @@ bool decode_real_keys(const Rows& rows, const Table&, void* out, float*) {
 }
 
 template <class I, int F>
-bool decode_real_values(const Rows& rows, const Table& table, int, int, void* out, float* scales) {
-  return decode_real_keys<I, F>(rows, table, out, scales);
+bool decode_real_keys(const Rows& rows, const Table& table, void* out, float* scales) {
+  return decode_real_values<I, F>(rows, table, 0, groups_of(rows.dim), out, scales);
 }
 
 // ---- scores
@@ -1400,6 +1401,14 @@ constexpr void add_trellis(Kernels& k) {
     }
 }
 
+}  // namespace
+}  // namespace kvproof
+
+#include "panel.h"
+
+namespace kvproof {
+namespace {
+
 // ---- the table
 // -----------------------------------------------------------------------------------
 
@@ -1423,11 +1432,15 @@ template <class I, int F>
 constexpr void add_layout(Kernels& k) {
   if constexpr (path_of(F) == REAL) {
     k.decode_keys[F] = decode_real_keys<I, F>;
-    k.decode_values[F] = decode_real_values<I, F>;
+    k.decode_values[F] = k.decode_pairs[F] = decode_real_values<I, F>;
     k.encode[F] = encode_real<I, F>;
   } else {
     k.decode_keys[F] = decode_keys_coded<I, F>;
-    if constexpr (F != QJL1_256) k.decode_values[F] = decode_values_coded<I, F>;
+    if constexpr (F != QJL1_256) {
+      using Value = std::conditional_t<path_of(F) == ROW, typename I::RowValue, std::int16_t>;
+      k.decode_values[F] = decode_values_coded<I, F, Value>;
+      k.decode_pairs[F] = decode_values_coded<I, F, std::int16_t>;
+    }
     k.score[F][0] = scorer<I, 1, F>();
     k.score[F][1] = scorer<I, 2, F>();
     k.score[F][2] = scorer<I, 4, F>();
@@ -1486,6 +1499,17 @@ constexpr Kernels make_kernels(const char* name) {
            accumulate<I, 4, BLOCK>);
   by_width(k.accumulate[REAL], accumulate<I, 1, REAL>, accumulate<I, 2, REAL>,
            accumulate<I, 4, REAL>);
+  k.panel = PANEL<I>;
+  k.panel_scores = panel_scores<I>;
+  k.panel_scores_real = panel_scores_real<I>;
+  k.panel_softmax = panel_softmax<I>;
+  k.panel_values = panel_values<I>;
+  k.panel_values_real = panel_values_real<I>;
+  k.panel_scale = panel_scale<I>;
+  k.level_keys = level_keys<I>;
+  k.value_units = value_units<I>;
+  k.level_values = level_values<I>;
+  k.centre = centre<I>;
   k.scale_row = scale_row<I>;
   k.quantize = quantize<I>;
   k.rotate = rotate<I>;
