@@ -50,6 +50,7 @@ format: setup
 
 bench: setup
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/prefill.py
 	$(BIN)/python benchmarks/startup.py
 
 # A wheel, installed into an empty environment and used there.
