@@ -55,6 +55,11 @@ class Prompt {
         panel_(isa.panel),
         block_(std::min(up(rows_, panel_), rows_of_block(std::max(key_width_, value_width_)))),
         blocks_((rows_ + block_ - 1) / block_) {
+    // Positions without an element go with one behind the last.
+    for (int i = 0; i < key_width_; ++i)
+      key_from_[i] = decoded_keys_.element[i] < 0 ? key_width_ : decoded_keys_.element[i];
+    for (int i = 0; i < value_width_; ++i)
+      value_to_[i] = decoded_values_.element[i] < 0 ? value_width_ : decoded_values_.element[i];
     while (value_path_ == BLOCK &&
            decoded_values_.table.largest << (value_shift_ + 1) <= LARGEST_VALUE)
       ++value_shift_;
@@ -121,13 +126,13 @@ class Prompt {
 
   void carve(Carver& c, Worker& w) const {
     const std::size_t rows = std::size_t(block_);
-    w.natural = c.take<std::int16_t>(std::size_t(key_width_));
+    w.natural = c.take<std::int16_t>(std::size_t(key_width_) + 1);
     w.queries = c.take<float>(rows * key_width_);
     w.keys = c.take<float>(std::size_t(TILE) * std::max(key_width_, SLICE_VALUES));
     w.values = c.take<float>(std::size_t(TILE) * std::max(value_width_, SLICE_VALUES));
     w.space =
         c.take<std::uint8_t>(std::max(repacked_bytes(isa_, keys_), repacked_bytes(isa_, values_)));
-    w.y = c.take<float>(std::size_t(std::max(key_width_, value_width_)));
+    w.y = c.take<float>(std::size_t(std::max(key_width_, value_width_)) + 1);
     w.scales = c.take<float>(std::size_t(TILE) * std::max(key_width_, value_width_) / GROUP +
                              SLICE * TILE);
     w.key_unit = c.take<float>(TILE + 1);
@@ -168,7 +173,7 @@ class Prompt {
       for (int i = 0; i < key_width_; ++i) to[i * panel_] = q && i < dim ? q[i] * factor : 0;
       return;
     }
-    std::int16_t* const to = static_cast<std::int16_t*>(w.queries) + at + 2 * lane;
+    std::int16_t* to = static_cast<std::int16_t*>(w.queries) + at + 2 * lane;
     const Table& table = decoded_keys_.table;
     float step = 0;
     if (q) {
@@ -179,9 +184,11 @@ class Prompt {
     }
     // Below the least, scores are 0 for every purpose, and offsets can still be divided by it.
     w.factor[r] = std::max(step / table.scale, 1e-25f);
-    for (int i = 0; i < key_width_; ++i) {
-      const int element = decoded_keys_.element[i];
-      to[i / 2 * 2 * panel_ + i % 2] = element < 0 ? std::int16_t(0) : w.natural[element];
+    w.natural[key_width_] = 0;
+    const int* const from = key_from_;
+    for (int i = 0; i < key_width_; i += 2, to += 2 * panel_) {
+      to[0] = w.natural[from[i]];
+      to[1] = w.natural[from[i + 1]];
     }
   }
 
@@ -435,9 +442,7 @@ class Prompt {
     if (lse_) lse_[at] = sum > 0 ? float((maximum + std::log2(double(sum))) * LN_2) : -HUGE_VALF;
     const float factor =
         (sum > 0 ? 1 / sum : 0) * (values_.head_scale ? values_.head_scale[head] : 1.f);
-    for (int p = 0; p < value_width_; ++p)
-      if (decoded_values_.element[p] >= 0)
-        w.y[decoded_values_.element[p]] = values[p * apart] * factor;
+    for (int p = 0; p < value_width_; ++p, values += apart) w.y[value_to_[p]] = *values * factor;
     value_spin_.inverse(isa_, w.y, dim, w.y);
     std::memcpy(out_ + at * dim, w.y, std::size_t(dim) * sizeof(float));
   }
@@ -454,6 +459,7 @@ class Prompt {
   const DecodedValues decoded_values_;
   const Spin key_spin_, value_spin_;
   const int key_width_, value_width_, group_, rows_, panel_, block_, blocks_;
+  int key_from_[MAX_DIM + GROUP], value_to_[MAX_DIM + GROUP];
   int value_shift_ = 0, chunk_ = 0, chunks_ = 0;
   float room_ = 0;  // of the weights of a tile
   float* partial_ = nullptr;
