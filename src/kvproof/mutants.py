@@ -1272,16 +1272,16 @@ def _mutants() -> tuple[Mutant, ...]:
     add("lse_without_the_maximum", "lse", _without_maximum, *paged, passes="parity")
     add("lse_in_powers_of_two", "lse", _lse_of_powers_of_two, *paged, passes="parity")
 
-    arranged = [
+    *arranged, two_planes = (
         Case("pack", name, n_kv=70, num_kv_heads=2, head_dim=96)
-        for name in ("tq4", "tq3", "tbq4_0", "q8_0")
-    ]
+        for name in ("tq4", "tbq4_0", "tq3")
+    )
     add("tiles_neighbouring_slots", "bytes", _neighbouring_slots, *arranged,
         passes="round_trip append")  # fmt: skip
     add("tiles_sides_exchanged", "bytes", _sides_exchanged, *arranged,
         passes="round_trip append")  # fmt: skip
     add("tiles_scale_of_the_next", "bytes round_trip", packing(_scale_of_the_next), *arranged)
-    add("tiles_planes_swapped", "bytes round_trip", packing(_swap_planes), arranged[1])
+    add("tiles_planes_swapped", "bytes round_trip", packing(_swap_planes), two_planes)
     add("tiles_clear_their_neighbours", "bytes append", _clears_the_tile, *arranged)
     add("tiles_lack_the_last_row", "bytes append round_trip", _leaves_out_the_last, *arranged)
     add("tiles_written_past_the_end", "guard", _packs_past_the_end, *arranged)
