@@ -7,6 +7,7 @@
 #include "tiles.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -31,13 +32,12 @@ constexpr int TILES = SUPER / TILE;
 
 int up(int n, int to) { return (n + to - 1) / to * to; }
 
-// Entries by the bits that a lookup sees.
-TileTable table_of(const TileSide& side, int offset, int second) {
-  const int kind = tile_kind(side.fmt), first = first_plane(kind);
+// Entries by the bits that a lookup sees; a second entry is worth `second` of the first's units.
+TileTable make_table(int fmt, const Book& book, int offset, float second) {
+  const int kind = tile_kind(fmt), first = first_plane(kind);
   TileTable t;
   t.scale = 1;
   if (first == 8) return t;
-  const Book& book = *side.book;
   float largest = 0;
   for (int i = 0; i < book.count; ++i) largest = std::max(largest, std::fabs(book.value[i]));
   if (tile_fine(kind)) t.scale = 127 / largest;
@@ -46,11 +46,21 @@ TileTable table_of(const TileSide& side, int offset, int second) {
       int code = i & ((1 << first) - 1);
       if (second_plane(kind)) code |= (i >> (first + copy) & 1) << first;
       const float value = book.value[code % book.count] * t.scale, entry = std::nearbyint(value);
-      const float rest = std::clamp(std::nearbyint((value - entry) * float(second)), -127.f, 127.f);
+      const float rest = std::clamp(std::nearbyint((value - entry) * second), -127.f, 127.f);
       t.entry[copy][i] = std::uint8_t(int(entry) + offset);
       t.fine[copy][i] = std::uint8_t(int(rest) + offset);
     }
   return t;
+}
+// Made once for each format, side and kind of entries: books of these formats never change.
+const TileTable& table_of(const TileSide& side, int offset, bool values) {
+  static std::array<std::array<TileTable, 4>, FORMATS> tables;
+  static std::array<std::array<std::once_flag, 4>, FORMATS> made;
+  const std::size_t fmt = std::size_t(side.fmt), at = std::size_t(2 * (offset != 0) + values);
+  std::call_once(made[fmt][at], [&] {
+    tables[fmt][at] = make_table(side.fmt, *side.book, offset, values ? 256.f : 128.f);
+  });
+  return tables[fmt][at];
 }
 
 class TileAttention {
@@ -70,8 +80,8 @@ class TileAttention {
         lse_(lse),
         key_kind_(tile_kind(keys.fmt)),
         value_kind_(tile_kind(values.fmt)),
-        key_table_(table_of(keys, tiles.offset, 128)),
-        value_table_(table_of(values, tiles.offset, 256)),
+        key_table_(table_of(keys, tiles.offset, false)),
+        value_table_(table_of(values, tiles.offset, true)),
         key_spin_({keys.fmt, keys.book}, keys.dim),
         value_spin_({values.fmt, values.book}, values.dim),
         group_(q.heads / keys.heads),
@@ -81,13 +91,12 @@ class TileAttention {
         width_(block_rows_ > 4   ? 3
                : block_rows_ > 2 ? 2
                                  : block_rows_ - 1),
-        octets_((block_rows_ + OCTET - 1) / OCTET),
+        shared_(block_rows_ > OCTET && tiles.decode_keys[key_kind_]),
+        octets_(up((block_rows_ + OCTET - 1) / OCTET, shared_ ? 2 : 1)),
         key_scales_(tile_blocks(key_kind_) ? keys.dim / GROUP : 1),
         value_scales_(tile_blocks(value_kind_) ? values.dim / GROUP : 1),
-        left_blocks_(tiles.split_keys && tile_blocks(key_kind_)
-                         ? keys.dim / GROUP
-                         : up(keys.dim, BLOCK_DIMS) / BLOCK_DIMS),
-        shared_(octets_ > 1 && tiles.decode_keys[key_kind_]) {
+        halves_(tiles.split_keys && tile_blocks(key_kind_)),
+        left_blocks_(halves_ ? keys.dim / GROUP : up(keys.dim, BLOCK_DIMS) / BLOCK_DIMS) {
     int span = 0;
     for (int b = 0; b < blocks_; ++b) span = std::max(span, high(last_query(b)) - start_of(b));
     const int tasks = keys.heads * blocks_;
@@ -124,8 +133,8 @@ class TileAttention {
       };
       share(Carver(pool.shared().at_least(share(Carver()))));
       prepared_ = std::move(prepared);
-      for (int i = 0; i < heads * blocks_; ++i)
-        prepare(i / blocks_, i % blocks_, prepared_[std::size_t(i)]);
+      pool.run(heads * blocks_, threads,
+               [&](int i, int) { prepare(i / blocks_, i % blocks_, prepared_[std::size_t(i)]); });
     }
     pool.run(tasks, threads, [&](int task, int worker) {
       Worker w = worker_of(worker);
@@ -153,16 +162,20 @@ class TileAttention {
   struct Worker {
     Prepared query;
     float *key_scales, *value_scales;  // [scale][SUPER]
-    float *scores, *products;          // [octet][OCTET][SUPER], [SUPER]
-    std::int8_t* weights;              // [scale][TILES][2 * rows][64]
-    std::int32_t* weight_start;        // [scale][OCTET]
-    float* weight_step;                // likewise
+    float *scores, *units;             // [octet][OCTET][SUPER]; [SUPER], see `units_of`
+    std::int8_t* weights;              // [up to two octets][scale][TILES][2 * rows][64]
+    std::int32_t* weight_start;        // [those][scale][OCTET]
+    float* weight_step;                // [those][OCTET]
     std::uint8_t *ring, *decoded;
     float *sum_of_values, *maximum, *sum, *alpha, *largest, *y;
   };
 
   int octet_rows() const { return 1 << width_; }
   std::size_t left_bytes() const { return std::size_t(left_blocks_) * 2 * octet_rows() * LINE; }
+
+  std::size_t weight_bytes() const {
+    return std::size_t(value_scales_) * TILES * 2 * octet_rows() * LINE;
+  }
 
   void carve(Carver& c, Prepared& p) const {
     p.left = c.take<std::int8_t>(octets_ * left_bytes());
@@ -176,14 +189,14 @@ class TileAttention {
     w.key_scales = c.take<float>(std::size_t(key_scales_) * SUPER);
     w.value_scales = c.take<float>(std::size_t(value_scales_) * SUPER);
     w.scores = c.take<float>(std::size_t(octets_) * OCTET * SUPER);
-    w.products = c.take<float>(SUPER);
-    w.weights = c.take<std::int8_t>(std::size_t(value_scales_) * TILES * 2 * octet_rows() * LINE);
-    w.weight_start = c.take<std::int32_t>(std::size_t(value_scales_) * OCTET);
-    w.weight_step = c.take<float>(std::size_t(value_scales_) * OCTET);
+    w.units = c.take<float>(SUPER);
+    const std::size_t at_once = shared_ ? 2 : 1;
+    w.weights = c.take<std::int8_t>(at_once * weight_bytes());
+    w.weight_start = c.take<std::int32_t>(at_once * std::size_t(value_scales_) * OCTET);
+    w.weight_step = c.take<float>(at_once * OCTET);
     w.ring = c.take<std::uint8_t>(RING);
     w.decoded = c.take<std::uint8_t>(
-        shared_ ? std::max(key_tile_decoded() * TILES, value_group_decoded() * values_.dim / 16)
-                : 0);
+        shared_ ? std::size_t(std::max(key_tile_decoded(), value_tile_decoded())) * TILES : 0);
     w.sum_of_values = c.take<float>(std::size_t(octets_) * OCTET * values_.dim);
     for (float** p : {&w.maximum, &w.sum, &w.alpha, &w.largest})
       *p = c.take<float>(std::size_t(octets_) * OCTET);
@@ -193,8 +206,8 @@ class TileAttention {
   std::ptrdiff_t key_tile_decoded() const {
     return std::ptrdiff_t(up(keys_.dim, BLOCK_DIMS)) * TILE * (tile_fine(key_kind_) ? 2 : 1);
   }
-  std::ptrdiff_t value_group_decoded() const {
-    return std::ptrdiff_t(16) * SUPER * (tile_fine(value_kind_) ? 2 : 1);
+  std::ptrdiff_t value_tile_decoded() const {
+    return std::ptrdiff_t(values_.dim) * TILE * (tile_fine(value_kind_) ? 2 : 1);
   }
 
   // Slots [low, high) that query i sees; slot = first + row.
@@ -225,17 +238,21 @@ class TileAttention {
       p.step[r] = isa_.quantize(p.y, dim, LARGEST_QUERY, p.natural) / key_table_.scale;
       std::int8_t* const left = p.left + r / OCTET * left_bytes();
       const int at = r % OCTET;
-      const bool halves = left_blocks_ * GROUP == dim && left_blocks_ > 1 && tiles_.split_keys &&
-                          tile_blocks(key_kind_);
-      for (int d = 0; d < dim; ++d) {
-        const int high = (p.natural[d] + 64) >> 7, low = p.natural[d] - high * 128;
-        const int block_of = halves ? d / GROUP : d / BLOCK_DIMS;
-        std::int8_t* const to =
-            left + (std::ptrdiff_t(block_of) * 2 * width + at) * LINE + d % BLOCK_DIMS;
-        to[0] = std::int8_t(high);
-        to[width * LINE] = std::int8_t(low);
-        p.start[(r / OCTET * key_scales_ + (key_scales_ > 1 ? d / GROUP : 0)) * OCTET + at] -=
-            tiles_.offset * (p.natural[d] + (tile_fine(key_kind_) ? high : 0));
+      for (int b = 0; b < dim / GROUP; ++b) {
+        // Of the 64 dims of a block, or the 32 of its own with zeros beside them.
+        const std::ptrdiff_t block_of = halves_ ? b : b / 2;
+        std::int8_t* const high = left + (block_of * 2 * width + at) * LINE + b % 2 * GROUP;
+        std::int8_t* const low = high + width * LINE;
+        const std::int16_t* const x = p.natural + b * GROUP;
+        int sum = 0;
+        for (int d = 0; d < GROUP; ++d) {
+          const int up = (x[d] + 64) >> 7;
+          high[d] = std::int8_t(up);
+          low[d] = std::int8_t(x[d] - up * 128);
+          sum += x[d] + (tile_fine(key_kind_) ? up : 0);
+        }
+        p.start[(r / OCTET * key_scales_ + (key_scales_ > 1 ? b : 0)) * OCTET + at] -=
+            tiles_.offset * sum;
       }
     }
   }
@@ -281,6 +298,7 @@ class TileAttention {
     vw.dim = values_.dim;
     vw.table = &value_table_;
     vw.a = w.weights;
+    vw.a_of_octet = std::ptrdiff_t(weight_bytes());
     vw.start = w.weight_start;
     vw.step = w.weight_step;
     if (shared_) {
@@ -289,24 +307,32 @@ class TileAttention {
       kw.n_tiles = n_tiles;
       tiles_.decode_keys[key_kind_](kw, w.decoded);
     }
-    int first[OCTETS], last[OCTETS];  // tiles that an octet sees
-    for (int o = 0; o < octets_; ++o) {
-      const int row = block * block_rows_ + o * OCTET, rows = std::min(OCTET, n - o * OCTET);
+    const float* const units = units_of(n_tiles, w);
+    const int at_once = shared_ ? 2 : 1;
+    int first[OCTETS], last[OCTETS];  // tiles that an octet, or one of two, sees
+    for (int o = 0; o < octets_; o += at_once) {
+      const int row = block * block_rows_ + o * OCTET;
+      const int rows = std::min(at_once * OCTET, n - o * OCTET);
       const int lowest = low(row / group_), highest = high((row + rows - 1) / group_);
       first[o] = std::clamp((lowest - from) / TILE, 0, n_tiles);
-      last[o] = lowest < highest ? std::clamp((highest - from + TILE - 1) / TILE, 0, n_tiles) : 0;
+      last[o] = lowest < highest && rows > 0
+                    ? std::clamp((highest - from + TILE - 1) / TILE, 0, n_tiles)
+                    : 0;
       if (first[o] >= last[o]) continue;
       kw.n_tiles = last[o] - first[o];
       kw.tiles =
           shared_ ? w.decoded + first[o] * key_tile_decoded() : k + first[o] * keys_.tile_stride();
       kw.stride = keys_.tile_stride();
       kw.a = query.left + o * left_bytes();
+      kw.a_of_octet = std::ptrdiff_t(left_bytes());
       kw.start = query.start + o * key_scales_ * OCTET;
       kw.scales = w.key_scales + first[o] * TILE;
       kw.scores = w.scores + o * OCTET * SUPER + first[o] * TILE;
-      (shared_ ? tiles_.keys_decoded : tiles_.keys)[key_kind_][width_](kw);
-      for (int r = 0; r < octet_rows(); ++r)
-        softmax(query, head, block, n, o * OCTET + r, from, first[o], last[o], w);
+      const auto multiply =
+          shared_ ? tiles_.keys_decoded[key_kind_] : tiles_.keys[key_kind_][width_];
+      multiply(kw);
+      for (int r = 0; r < (shared_ ? 2 * OCTET : octet_rows()); ++r)
+        softmax(query, head, block, n, o * OCTET + r, from, first[o], last[o], units, w);
     }
     if (shared_) {
       vw.tiles = v;
@@ -314,17 +340,29 @@ class TileAttention {
       vw.n_tiles = n_tiles;
       tiles_.decode_values[value_kind_](vw, w.decoded);
     }
-    for (int o = 0; o < octets_; ++o) {
+    for (int o = 0; o < octets_; o += at_once) {
       if (first[o] >= last[o]) continue;
-      weigh(o, first[o], last[o], w);
+      for (int i = 0; i < at_once; ++i) weigh(o + i, i, first[o], last[o], w);
       vw.n_tiles = last[o] - first[o];
-      vw.tiles =
-          shared_ ? w.decoded + first[o] * QUADS * LINE : v + first[o] * values_.tile_stride();
+      vw.tiles = shared_ ? w.decoded + first[o] * value_tile_decoded()
+                         : v + first[o] * values_.tile_stride();
       vw.stride = values_.tile_stride();
       vw.alpha = w.alpha + o * OCTET;
       vw.out = w.sum_of_values + std::ptrdiff_t(o) * OCTET * values_.dim;
-      (shared_ ? tiles_.values_decoded : tiles_.values)[value_kind_][width_](vw);
+      const auto multiply =
+          shared_ ? tiles_.values_decoded[value_kind_] : tiles_.values[value_kind_][width_];
+      multiply(vw);
     }
+  }
+
+  // What the largest weight of a token is its probability times.
+  const float* units_of(int n_tiles, Worker& w) const {
+    if (value_scales_ == 1) return w.value_scales;
+    for (int t = 0; t < n_tiles * TILE; ++t) w.units[t] = std::fabs(w.value_scales[t]);
+    for (int b = 1; b < value_scales_; ++b)
+      for (int t = 0; t < n_tiles * TILE; ++t)
+        w.units[t] = std::max(w.units[t], std::fabs(w.value_scales[b * SUPER + t]));
+    return w.units;
   }
 
   // First tile of a step; its scales as floats, [scale][SUPER].
@@ -334,14 +372,19 @@ class TileAttention {
         side.base + head * side.head_stride + from / TILE * side.tile_stride();
     const std::ptrdiff_t codes = tile_scales(side.fmt, side.dim);
     for (int t = 0; t < n_tiles; ++t)
-      for (int s = 0; s < scales; ++s)
+      for (int s = 0; s < scales; ++s) {
+        const std::uint8_t* const next =
+            tile + (t + TILES) * side.tile_stride() + codes + s * 2 * TILE;
+        __builtin_prefetch(next);  // of the next step
+        __builtin_prefetch(next + LINE);
         tiles_.widen(tile + t * side.tile_stride() + codes + s * 2 * TILE, TILE,
                      out + s * SUPER + t * TILE);
+      }
     return tile;
   }
 
   void softmax(const Prepared& query, int head, int block, int n, int r, int from, int first,
-               int last, Worker& w) const {
+               int last, const float* units, Worker& w) const {
     float* const s = w.scores + r * SUPER;
     const int begin = first * TILE, end = last * TILE;
     const int row = block * block_rows_ + r, i = row / group_;
@@ -358,37 +401,34 @@ class TileAttention {
                offsets[(offsets_.phase + from + t - keys_.first) / offsets_.page] * LOG2_E;
       factor = 1;
     }
-    w.largest[r] = tiles_.softmax(
-        s + begin, end - begin, factor,
-        value_scales_ == 1 && !tile_blocks(value_kind_) ? w.value_scales + begin : nullptr,
-        w.maximum + r, w.sum + r, w.alpha + r);
+    w.largest[r] = tiles_.softmax(s + begin, end - begin, factor, units + begin,
+                                  !tile_blocks(value_kind_), w.maximum + r, w.sum + r, w.alpha + r);
   }
 
-  // The left side of an octet's products with values.
-  void weigh(int octet, int first, int last, Worker& w) const {
+  // The left side of an octet's products with values, to place `at`. All blocks of a row share a
+  // step, so that what one of them adds to the output is as exact as what the others do.
+  void weigh(int octet, int at, int first, int last, Worker& w) const {
     const int width = octet_rows(), n = (last - first) * TILE;
-    for (int b = 0; b < value_scales_; ++b)
-      for (int r = 0; r < width; ++r) {
-        const float* products = w.scores + (octet * OCTET + r) * SUPER + first * TILE;
-        float largest = w.largest[octet * OCTET + r];
-        if (tile_blocks(value_kind_)) {
-          largest =
-              tiles_.scaled(products, w.value_scales + b * SUPER + first * TILE, n, w.products);
-          products = w.products;
-        }
-        // Below 1e-30 the reciprocal would overflow, and the weight is nothing.
-        const bool any = largest > 1e-30f;
-        std::int8_t* const high = w.weights + (std::ptrdiff_t(b) * TILES * 2 * width + r) * LINE;
+    for (int r = 0; r < width; ++r) {
+      const float largest = w.largest[octet * OCTET + r];
+      // Below 1e-30 the reciprocal would overflow, and the weight is nothing.
+      const bool any = largest > 1e-30f;
+      const float inverse = any ? float(LARGEST_WEIGHT) / largest : 0;
+      w.weight_step[at * OCTET + r] =
+          any ? largest / float(LARGEST_WEIGHT) / value_table_.scale : 0;
+      for (int b = 0; b < value_scales_; ++b) {
+        std::int8_t* const high =
+            w.weights + at * weight_bytes() + (std::ptrdiff_t(b) * TILES * 2 * width + r) * LINE;
         std::int32_t sums[2];
-        tiles_.weights(products, n, any ? float(LARGEST_WEIGHT) / largest : 0,
-                       reinterpret_cast<std::uint8_t*>(high),
-                       reinterpret_cast<std::uint8_t*>(high + width * LINE), 2 * width * LINE,
-                       sums);
-        w.weight_start[b * OCTET + r] =
+        tiles_.weights(
+            w.scores + (octet * OCTET + r) * SUPER + first * TILE,
+            tile_blocks(value_kind_) ? w.value_scales + b * SUPER + first * TILE : nullptr, n,
+            inverse, reinterpret_cast<std::uint8_t*>(high),
+            reinterpret_cast<std::uint8_t*>(high + width * LINE), 2 * width * LINE, sums);
+        w.weight_start[(at * value_scales_ + b) * OCTET + r] =
             -tiles_.offset * (sums[0] + (tile_fine(value_kind_) ? sums[1] : 0));
-        w.weight_step[b * OCTET + r] =
-            any ? largest / float(LARGEST_WEIGHT) / value_table_.scale : 0;
       }
+    }
   }
 
   // Folds the partial results of the chunks, in order.
@@ -432,11 +472,14 @@ class TileAttention {
   const float factor_;
   float *const out_, *const lse_;
   const int key_kind_, value_kind_;
-  const TileTable key_table_, value_table_;
+  const TileTable &key_table_, &value_table_;
   const Spin key_spin_, value_spin_;
-  const int group_, rows_, block_rows_, blocks_, width_, octets_;
-  const int key_scales_, value_scales_, left_blocks_;
-  const bool shared_;  // tiles are decoded once for all octets
+  const int group_, rows_, block_rows_, blocks_, width_;
+  const bool shared_;  // tiles are decoded once for all octets, which are multiplied by twos
+  const int octets_;
+  const int key_scales_, value_scales_;
+  const bool halves_;  // see TileKernels::split_keys
+  const int left_blocks_;
   int chunk_, chunks_;
   float* partial_ = nullptr;
   std::vector<Prepared> prepared_;  // [head][block], if there are several chunks

@@ -71,20 +71,21 @@ struct TileSide {
   std::ptrdiff_t tile_stride() const { return tile_bytes(fmt, dim); }
 };
 
-// One octet's query rows against up to SUPER tokens, or its weights against their values.
+// An octet's query rows against up to SUPER tokens, or its weights against their values. Decoded
+// tiles are multiplied with two octets of eight rows at once, whose arrays follow each other.
 struct TileWork {
   const std::uint8_t* tiles;  // first tile, or its decoded form
   std::ptrdiff_t stride;      // to the next
   int n_tiles, dim;
   const TileTable* table;
-  const std::int8_t* a;  // left side: see tiles_leaf.h
+  const std::int8_t* a;       // left side: see tiles_leaf.h
+  std::ptrdiff_t a_of_octet;  // to that of the second octet
   // What the sums of shifted entries start from: [row] of row formats, [block of 32][OCTET] of
   // block formats.
   const std::int32_t* start;
   const float* scales;        // keys: row formats [SUPER], block formats [dim / 32][SUPER]
   float* scores;              // keys: [row][SUPER], in units of the rows' steps
-  const float *alpha, *step;  // values: factor of what is there, [row]; step of weights,
-                              // [block][OCTET]
+  const float *alpha, *step;  // values: factor of what is there, and step of the weights, [row]
   float* out;                 // values: [row][dim]
   std::uint8_t* ring;         // scratch of RING bytes
 };
@@ -95,23 +96,22 @@ struct TileKernels {
   // The left side of keys of block formats has a block for each 32 dims, zero elsewhere: what a
   // matrix unit multiplies is always 64 wide.
   bool split_keys;
-  // Decoded bytes of up to SUPER tokens, for several octets; null: every octet decodes for itself.
+  // Decoded bytes of up to SUPER tokens; null: every octet decodes for itself.
   void (*decode_keys[TILE_KINDS])(const TileWork&, std::uint8_t* out);
   void (*decode_values[TILE_KINDS])(const TileWork&, std::uint8_t* out);
+  void (*keys_decoded[TILE_KINDS])(const TileWork&);
+  void (*values_decoded[TILE_KINDS])(const TileWork&);
   void (*keys[TILE_KINDS][TILE_WIDTHS])(const TileWork&);
-  void (*keys_decoded[TILE_KINDS][TILE_WIDTHS])(const TileWork&);
   void (*values[TILE_KINDS][TILE_WIDTHS])(const TileWork&);
-  void (*values_decoded[TILE_KINDS][TILE_WIDTHS])(const TileWork&);
   // n (a multiple of 64, up to SUPER) scores of a row times `factor` to probabilities, in base 2
-  // relative to the new maximum, times units if there are any. Returns the largest magnitude of
-  // the products.
-  float (*softmax)(float* scores, int n, float factor, const float* units, float* maximum,
-                   float* sum, float* alpha);
-  // Probabilities times scales to out; returns the largest magnitude.
-  float (*scaled)(const float* p, const float* scales, int n, float* out);
-  // Weights times inverse, rounded, as bytes in the order of quad rows: high parts to `high`, low
-  // ones to `low`, 64 a tile, `stride` apart. sums: of weights and of high parts.
-  void (*weights)(const float* products, int n, float inverse, std::uint8_t* high,
+  // relative to the new maximum. Returns the largest magnitude of their products with `units`;
+  // those replace the probabilities where `store_products`.
+  float (*softmax)(float* scores, int n, float factor, const float* units, bool store_products,
+                   float* maximum, float* sum, float* alpha);
+  // Products p times inverse (times scales if there are any), rounded, as bytes in the order of
+  // quad rows: high parts to `high`, low ones to `low`, 64 a tile, `stride` apart. sums: of
+  // weights and of high parts.
+  void (*weights)(const float* p, const float* scales, int n, float inverse, std::uint8_t* high,
                   std::uint8_t* low, std::ptrdiff_t stride, std::int32_t* sums);
   void (*widen)(const std::uint8_t* halves, int n, float* out);  // fp16, n a multiple of 16
   // Around a task whose octets have this many rows (1, 2, 4 or 8); may be null.
@@ -119,7 +119,7 @@ struct TileKernels {
   void (*end)();
 };
 
-constexpr std::size_t RING = 16384;
+constexpr std::size_t RING = 4096;
 
 extern const TileKernels tiles_scalar;
 #if defined(__x86_64__)

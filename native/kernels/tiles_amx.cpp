@@ -4,7 +4,7 @@
 // rows lines; the right side is 64 dims or tokens by 16 lanes, decoded to a small ring in L1 just
 // before it is multiplied, or once for all octets of a block of query rows.
 //
-// Registers: 0-5 have the shape of left sides and products, 6 and 7 that of right sides.
+// Registers: 0-3 hold products, 4 and 5 left sides, 6 and 7 right sides.
 #if defined(__x86_64__)
 #include "tiles_avx512.h"
 
@@ -17,7 +17,9 @@ namespace {
 
 using I = Avx512Tiles<0>;
 constexpr int RIGHT = QUADS * LINE;  // bytes of a right side
-constexpr int RIGHTS = 4 * RIGHT;    // of the four of a block of keys, or of a group of values
+// And of one with its second table.
+constexpr int right_bytes(int kind) { return tile_fine(kind) ? 2 * RIGHT : RIGHT; }
+static_assert(4 * RIGHT <= int(RING) && 2 * right_bytes(T_TBQ4) <= int(RING));
 
 struct Shapes {  // operand of ldtilecfg
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -35,46 +37,49 @@ void begin(int rows) {
 }
 void end() { _tile_release(); }
 
-// n quad rows of 16 lanes to a right side at `out`, its second table RIGHTS after it.
+// Quad rows of 16 lanes (8 or 16) to a right side at `out`, its second table after it.
 template <int K>
 KVPROOF_INLINE void decode_right(const std::uint8_t* src, int n, const Tables<I, K>& table,
                                  std::uint8_t* out) {
-  for (int h = 0; h < n / 8; ++h)
-    visit8<I, K>(src, n, h, table, [&](auto quad, Bytes64 entry, Bytes64 fine) {
+  const auto half = [&](int h) KVPROOF_LAMBDA {
+    visit8<I, K>(src, n, h, table, [&](auto quad, Bytes64 entry, Bytes64 fine) KVPROOF_LAMBDA {
       store64(out + (8 * h + quad) * LINE, entry);
-      if constexpr (tile_fine(K)) store64(out + RIGHTS + (8 * h + quad) * LINE, fine);
+      if constexpr (tile_fine(K)) store64(out + RIGHT + (8 * h + quad) * LINE, fine);
     });
+  };
+  half(0);
+  if (n == QUADS) half(1);
 }
-// The right sides of a block of keys, and of a group of values over up to four tiles.
+// The right sides of a block of keys, and of `count` groups of values from g on.
 template <int K>
-KVPROOF_INLINE void decode_keys_of(const TileWork& w, int t, int kb, const Tables<I, K>& table,
-                                   std::uint8_t* out) {
-  const int n = quads_of_block(w.dim, kb);
+KVPROOF_INLINE void decode_keys_of(const std::uint8_t* tile, int dim, int kb,
+                                   const Tables<I, K>& table, std::uint8_t* out) {
+  const int n = quads_of_block(dim, kb);
   for (int cg = 0; cg < 4; ++cg)
-    decode_right<K>(key_block<K>(w.tiles + t * w.stride, kb, n, cg), n, table, out + cg * RIGHT);
+    decode_right<K>(key_block<K>(tile, kb, n, cg), n, table, out + cg * right_bytes(K));
 }
 template <int K>
-KVPROOF_INLINE void decode_values_of(const TileWork& w, int g, const Tables<I, K>& table,
-                                     std::uint8_t* out) {
-  for (int t = 0; t < w.n_tiles; ++t)
-    decode_right<K>(w.tiles + t * w.stride + g * block_codes(K, QUADS), QUADS, table,
-                    out + t * RIGHT);
+KVPROOF_INLINE void decode_values_of(const std::uint8_t* tile, int g, int count,
+                                     const Tables<I, K>& table, std::uint8_t* out) {
+  for (int i = 0; i < count; ++i)
+    decode_right<K>(tile + (g + i) * block_codes(K, QUADS), QUADS, table, out + i * right_bytes(K));
 }
-// Bytes of such a set of right sides.
-constexpr int set_bytes(int kind) { return tile_fine(kind) ? 2 * RIGHTS : RIGHTS; }
-static_assert(2 * set_bytes(T_TBQ4) <= int(RING));
 
+// [tile][block][4 lanes of 16], and [tile][group].
 template <int K>
-void decode_keys(const TileWork& w, std::uint8_t* out) {
+void decode_keys(const TileWork& given, std::uint8_t* out) {
+  const TileWork w = given;
   const Tables<I, K> table(*w.table);
   for (int t = 0; t < w.n_tiles; ++t)
-    for (int kb = 0; kb * BLOCK_DIMS < w.dim; ++kb, out += set_bytes(K))
-      decode_keys_of<K>(w, t, kb, table, out);
+    for (int kb = 0; kb * BLOCK_DIMS < w.dim; ++kb, out += 4 * right_bytes(K))
+      decode_keys_of<K>(w.tiles + t * w.stride, w.dim, kb, table, out);
 }
 template <int K>
-void decode_values(const TileWork& w, std::uint8_t* out) {
+void decode_values(const TileWork& given, std::uint8_t* out) {
+  const TileWork w = given;
   const Tables<I, K> table(*w.table);
-  for (int g = 0; g < w.dim / 16; ++g) decode_values_of<K>(w, g, table, out + g * set_bytes(K));
+  for (int t = 0; t < w.n_tiles; ++t, out += w.dim / 16 * right_bytes(K))
+    decode_values_of<K>(w.tiles + t * w.stride, 0, w.dim / 16, table, out);
 }
 
 template <int MR>
@@ -86,170 +91,384 @@ KVPROOF_INLINE Ints16 low_of(const std::uint8_t* products, int r) {
   return load64<Ints16>(products + (MR + r) * LINE);
 }
 
-template <int K, int MR, bool DECODED>
-void keys(const TileWork& w) {
+// Asks for the codes of what comes a step later, which is DISTANCE tiles on.
+constexpr int DISTANCE = SUPER / TILE;
+KVPROOF_INLINE void fetch(const std::uint8_t* p, int bytes) {
+  for (int i = 0; i < bytes; i += LINE) __builtin_prefetch(p + i, 0, 2);
+}
+
+// Scores of MR rows and 16 tokens, in units of the rows' steps.
+template <int MR>
+KVPROOF_INLINE void store_scores(const std::uint8_t* products, const float* scales, float* scores) {
+  const Floats16 scale = load64<Floats16>(scales);
+  for (int r = 0; r < MR; ++r)
+    store64(scores + r * SUPER,
+            to_floats((high_of<MR>(products, r) << 7) + low_of<MR>(products, r)) * scale);
+}
+
+// Row formats. Each right side of the next block is decoded to where that of this one has just been
+// read: a ring of one page, since loads wait for stores whose addresses differ by a page. Scores
+// are made of a tile's products while the next tile is multiplied.
+template <int K, int MR>
+void keys_of_rows(const TileWork& given) {
+  const TileWork w = given;  // a copy, which no store can change
   constexpr int PRODUCTS = 2 * MR * LINE;
-  alignas(64) std::uint8_t products[8 * PRODUCTS];
+  alignas(64) std::uint8_t products[2][4 * PRODUCTS];
   const Tables<I, K> table(*w.table);
-  const int blocks = (w.dim + BLOCK_DIMS - 1) / BLOCK_DIMS;
+  const int blocks = (w.dim + BLOCK_DIMS - 1) / BLOCK_DIMS, steps = w.n_tiles * blocks;
+  decode_keys_of<K>(w.tiles, w.dim, 0, table, w.ring);
+  const auto finish = [&](int t) KVPROOF_LAMBDA {
+    for (int cg = 0; cg < 4; ++cg)
+      store_scores<MR>(products[t % 2] + cg * PRODUCTS, w.scales + t * TILE + cg * 16,
+                       w.scores + t * TILE + cg * 16);
+  };
+  int next_tile = 0, next_block = 0;
+  for (int t = 0, step = 0; t < w.n_tiles; ++t) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int kb = 0; kb < blocks; ++kb, ++step) {
+      const bool more = step + 1 < steps;
+      if (++next_block == blocks) next_block = 0, ++next_tile;
+      const int n = quads_of_block(w.dim, next_block);
+      const std::uint8_t* const next =
+          key_block<K>(w.tiles + next_tile * w.stride, next_block, n, 0);
+      const auto ahead = [&](int cg) KVPROOF_LAMBDA {
+        const std::uint8_t* const src = next + cg * block_codes(K, n);
+        if (more) decode_right<K>(src, n, table, w.ring + cg * RIGHT);
+        fetch(src + DISTANCE * w.stride, block_codes(K, QUADS));
+      };
+      _tile_loadd(4, w.a + std::ptrdiff_t(kb) * PRODUCTS, LINE);
+      _tile_loadd(6, w.ring, LINE);
+      _tile_dpbssd(0, 4, 6);
+      ahead(0);
+      _tile_loadd(7, w.ring + RIGHT, LINE);
+      _tile_dpbssd(1, 4, 7);
+      ahead(1);
+      _tile_loadd(6, w.ring + 2 * RIGHT, LINE);
+      _tile_dpbssd(2, 4, 6);
+      ahead(2);
+      _tile_loadd(7, w.ring + 3 * RIGHT, LINE);
+      _tile_dpbssd(3, 4, 7);
+      ahead(3);
+    }
+    std::uint8_t* const p = products[t % 2];
+    _tile_stored(0, p, LINE);
+    _tile_stored(1, p + PRODUCTS, LINE);
+    _tile_stored(2, p + 2 * PRODUCTS, LINE);
+    _tile_stored(3, p + 3 * PRODUCTS, LINE);
+    if (t > 0) finish(t - 1);
+  }
+  finish(w.n_tiles - 1);
+}
+
+// Block formats: products leave the unit every 32 dims. Two lanes of 16 tokens at a time, whose
+// scores stay in registers; products are used a step after they were made.
+template <int K, int MR, bool DECODED>
+void keys_of_blocks(const TileWork& given) {
+  const TileWork w = given;
+  constexpr int PRODUCTS = 2 * MR * LINE, WIDE = right_bytes(K);
+  alignas(64) std::uint8_t products[2][4 * PRODUCTS];
+  const Tables<I, K> table(*w.table);
+  const int blocks = (w.dim + BLOCK_DIMS - 1) / BLOCK_DIMS, halves = w.dim / GROUP;
+  const auto decode = [&](int t, int pair, int kb) KVPROOF_LAMBDA {
+    const int n = quads_of_block(w.dim, kb);
+    const std::uint8_t* const src = key_block<K>(w.tiles + t * w.stride, kb, n, 2 * pair);
+    std::uint8_t* const slot = w.ring;
+    decode_right<K>(src, n, table, slot);
+    decode_right<K>(src + block_codes(K, n), n, table, slot + WIDE);
+    fetch(src + DISTANCE * w.stride, 2 * block_codes(K, QUADS));
+  };
+  for (int t = 0; t < w.n_tiles; ++t)
+    for (int pair = 0; pair < 2; ++pair) {
+      const int at = t * TILE + pair * 32;
+      Floats16 sum[2][MR];
+      for (int i = 0; i < 2; ++i)
+        for (int r = 0; r < MR; ++r) sum[i][r] = all(0.f);
+      const auto add = [&](int b) KVPROOF_LAMBDA {
+        for (int i = 0; i < 2; ++i) {
+          const std::uint8_t* const p = products[b % 2] + i * PRODUCTS;
+          const Floats16 scale = load64<Floats16>(w.scales + b * SUPER + at + 16 * i);
+          for (int r = 0; r < MR; ++r) {
+            Ints16 low = low_of<MR>(p, r);
+            if constexpr (tile_fine(K)) low += high_of<MR>(p + 2 * PRODUCTS, r);
+            sum[i][r] += to_floats((high_of<MR>(p, r) << 7) + low) * scale;
+          }
+        }
+      };
+      if constexpr (!DECODED) decode(t, pair, 0);
+      for (int b = 0; b < halves; ++b) {
+        const int kb = b / 2;
+        const std::uint8_t* const right =
+            DECODED ? w.tiles + ((std::ptrdiff_t(t) * blocks + kb) * 4 + 2 * pair) * WIDE : w.ring;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_loadd(4, w.a + std::ptrdiff_t(b) * PRODUCTS, LINE);
+        _tile_loadd(6, right, LINE);
+        _tile_dpbssd(0, 4, 6);
+        _tile_loadd(7, right + WIDE, LINE);
+        _tile_dpbssd(1, 4, 7);
+        std::uint8_t* const p = products[b % 2];
+        if constexpr (tile_fine(K)) {
+          _tile_zero(2);
+          _tile_zero(3);
+          _tile_loadd(6, right + RIGHT, LINE);
+          _tile_dpbssd(2, 4, 6);
+          _tile_loadd(7, right + WIDE + RIGHT, LINE);
+          _tile_dpbssd(3, 4, 7);
+          _tile_stored(2, p + 2 * PRODUCTS, LINE);
+          _tile_stored(3, p + 3 * PRODUCTS, LINE);
+        }
+        _tile_stored(0, p, LINE);
+        _tile_stored(1, p + PRODUCTS, LINE);
+        if constexpr (!DECODED)
+          if (b % 2 == 1 && kb + 1 < blocks) decode(t, pair, kb + 1);
+        if (b > 0) add(b - 1);
+      }
+      add(halves - 1);
+      for (int i = 0; i < 2; ++i)
+        for (int r = 0; r < MR; ++r) store64(w.scores + r * SUPER + at + 16 * i, sum[i][r]);
+    }
+}
+
+// Two groups of values (the second two products are those of fine entries) over the tiles of a
+// step.
+template <int K, int MR, bool DECODED>
+KVPROOF_INLINE void values_by_twos(const TileWork& w, const Tables<I, K>& table, int g) {
+  constexpr int LEFT = 2 * MR * LINE, WIDE = right_bytes(K);
+  alignas(64) std::uint8_t products[4 * LEFT];
+  const int b = tile_blocks(K) ? g / 2 : 0;
+  const std::int8_t* const a = w.a + std::ptrdiff_t(b) * (SUPER / TILE) * LEFT;
+  if constexpr (!DECODED)
+    decode_values_of<K>(w.tiles + g * block_codes(K, QUADS), 0, 2, table, w.ring);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   for (int t = 0; t < w.n_tiles; ++t) {
-    if constexpr (!tile_blocks(K)) {
+    const std::uint8_t* const right =
+        DECODED ? w.tiles + (std::ptrdiff_t(t) * (w.dim / 16) + g) * WIDE : w.ring;
+    const auto ahead = [&](int i) KVPROOF_LAMBDA {
+      if constexpr (!DECODED) {
+        const std::uint8_t* const src =
+            w.tiles + (t + 1) * w.stride + (g + i) * block_codes(K, QUADS);
+        if (t + 1 < w.n_tiles) decode_right<K>(src, QUADS, table, w.ring + i * WIDE);
+        fetch(src + (DISTANCE - 1) * w.stride, block_codes(K, QUADS));
+      }
+    };
+    _tile_loadd(4, a + t * LEFT, LINE);
+    _tile_loadd(6, right, LINE);
+    _tile_dpbssd(0, 4, 6);
+    if constexpr (tile_fine(K)) {
+      _tile_loadd(6, right + RIGHT, LINE);
+      _tile_dpbssd(2, 4, 6);
+    }
+    ahead(0);
+    _tile_loadd(7, right + WIDE, LINE);
+    _tile_dpbssd(1, 4, 7);
+    if constexpr (tile_fine(K)) {
+      _tile_loadd(7, right + WIDE + RIGHT, LINE);
+      _tile_dpbssd(3, 4, 7);
+    }
+    ahead(1);
+  }
+  _tile_stored(0, products, LINE);
+  _tile_stored(1, products + LEFT, LINE);
+  if constexpr (tile_fine(K)) {
+    _tile_stored(2, products + 2 * LEFT, LINE);
+    _tile_stored(3, products + 3 * LEFT, LINE);
+  }
+  for (int i = 0; i < 2; ++i)
+    for (int r = 0; r < MR; ++r) {
+      Ints16 low = low_of<MR>(products + i * LEFT, r);
+      if constexpr (tile_fine(K)) low += high_of<MR>(products + (2 + i) * LEFT, r);
+      add_values(w, r, g + i, b, high_of<MR>(products + i * LEFT, r), low);
+    }
+}
+
+// Row formats, four groups at once, in one pipeline as keys_of_rows.
+template <int K, int MR>
+KVPROOF_INLINE void values_by_fours(const TileWork& w, const Tables<I, K>& table, int groups) {
+  constexpr int LEFT = 2 * MR * LINE;
+  alignas(64) std::uint8_t products[2][4 * LEFT];
+  decode_values_of<K>(w.tiles, 0, 4, table, w.ring);
+  const auto finish = [&](int g) KVPROOF_LAMBDA {
+    const std::uint8_t* const p = products[g / 4 % 2];
+    for (int i = 0; i < 4; ++i)
+      for (int r = 0; r < MR; ++r)
+        add_values(w, r, g + i, 0, high_of<MR>(p + i * LEFT, r), low_of<MR>(p + i * LEFT, r));
+  };
+  int next_group = 0, next_tile = 0;
+  for (int g = 0; g < groups; g += 4) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int t = 0; t < w.n_tiles; ++t) {
+      if (++next_tile == w.n_tiles) next_tile = 0, next_group += 4;
+      const bool more = next_group < groups;
+      const std::uint8_t* const next =
+          w.tiles + next_tile * w.stride + next_group * block_codes(K, QUADS);
+      const auto ahead = [&](int i) KVPROOF_LAMBDA {
+        const std::uint8_t* const src = next + i * block_codes(K, QUADS);
+        if (more) decode_right<K>(src, QUADS, table, w.ring + i * RIGHT);
+        fetch(src + DISTANCE * w.stride, block_codes(K, QUADS));
+      };
+      _tile_loadd(4, w.a + t * LEFT, LINE);
+      _tile_loadd(6, w.ring, LINE);
+      _tile_dpbssd(0, 4, 6);
+      ahead(0);
+      _tile_loadd(7, w.ring + RIGHT, LINE);
+      _tile_dpbssd(1, 4, 7);
+      ahead(1);
+      _tile_loadd(6, w.ring + 2 * RIGHT, LINE);
+      _tile_dpbssd(2, 4, 6);
+      ahead(2);
+      _tile_loadd(7, w.ring + 3 * RIGHT, LINE);
+      _tile_dpbssd(3, 4, 7);
+      ahead(3);
+    }
+    std::uint8_t* const p = products[g / 4 % 2];
+    _tile_stored(0, p, LINE);
+    _tile_stored(1, p + LEFT, LINE);
+    _tile_stored(2, p + 2 * LEFT, LINE);
+    _tile_stored(3, p + 3 * LEFT, LINE);
+    if (g > 0) finish(g - 4);
+  }
+  if (groups > 0) finish(groups - 4);
+}
+
+template <int K, int MR, bool DECODED>
+void values(const TileWork& given) {
+  const TileWork w = given;
+  const Tables<I, K> table(*w.table);
+  int g = 0;
+  if constexpr (!tile_blocks(K)) {
+    g = w.dim / BLOCK_DIMS * 4;
+    if (g > 0) values_by_fours<K, MR>(w, table, g);
+  }
+  for (; g < w.dim / 16; g += 2) values_by_twos<K, MR, DECODED>(w, table, g);
+}
+
+// ---- two octets over decoded tiles: each right side is loaded once for both ---------------------
+
+TileWork second_octet(const TileWork& w, int scales) {
+  TileWork next = w;
+  next.a += w.a_of_octet;
+  next.start += scales * OCTET;
+  next.scores += OCTET * SUPER;
+  next.alpha += OCTET;
+  next.step += OCTET;
+  next.out += std::ptrdiff_t(OCTET) * w.dim;
+  return next;
+}
+
+template <int K>
+void keys_decoded(const TileWork& given) {
+  const TileWork w = given;
+  constexpr int PRODUCTS = 2 * OCTET * LINE;
+  if constexpr (tile_blocks(K)) {
+    keys_of_blocks<K, OCTET, true>(w);
+    keys_of_blocks<K, OCTET, true>(second_octet(w, w.dim / GROUP));
+  } else {
+    alignas(64) std::uint8_t products[4 * PRODUCTS];
+    const int blocks = (w.dim + BLOCK_DIMS - 1) / BLOCK_DIMS;
+    const std::int8_t* const b = w.a + w.a_of_octet;
+    for (int t = 0; t < w.n_tiles; ++t)
+      for (int pair = 0; pair < 2; ++pair) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int kb = 0; kb < blocks; ++kb) {
+          const std::uint8_t* const right =
+              w.tiles + ((std::ptrdiff_t(t) * blocks + kb) * 4 + 2 * pair) * RIGHT;
+          _tile_loadd(4, w.a + std::ptrdiff_t(kb) * PRODUCTS, LINE);
+          _tile_loadd(6, right, LINE);
+          _tile_dpbssd(0, 4, 6);
+          _tile_loadd(5, b + std::ptrdiff_t(kb) * PRODUCTS, LINE);
+          _tile_dpbssd(2, 5, 6);
+          _tile_loadd(7, right + RIGHT, LINE);
+          _tile_dpbssd(1, 4, 7);
+          _tile_dpbssd(3, 5, 7);
+        }
+        _tile_stored(0, products, LINE);
+        _tile_stored(1, products + PRODUCTS, LINE);
+        _tile_stored(2, products + 2 * PRODUCTS, LINE);
+        _tile_stored(3, products + 3 * PRODUCTS, LINE);
+        for (int i = 0; i < 4; ++i) {
+          const int at = t * TILE + pair * 32 + i % 2 * 16;
+          store_scores<OCTET>(products + i * PRODUCTS, w.scales + at,
+                              w.scores + i / 2 * OCTET * SUPER + at);
+        }
+      }
+  }
+}
+
+template <int K>
+void values_decoded(const TileWork& given) {
+  const TileWork w = given;
+  constexpr int LEFT = 2 * OCTET * LINE;
+  const TileWork next = second_octet(w, tile_blocks(K) ? w.dim / GROUP : 1);
+  if constexpr (tile_fine(K)) {
+    values<K, OCTET, true>(w);
+    values<K, OCTET, true>(next);
+  } else {
+    alignas(64) std::uint8_t products[4 * LEFT];
+    for (int g = 0; g < w.dim / 16; g += 2) {
+      const int b = tile_blocks(K) ? g / 2 : 0;
+      const std::ptrdiff_t of_block = std::ptrdiff_t(b) * (SUPER / TILE) * LEFT;
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
       _tile_zero(3);
-    }
-    for (int kb = 0; kb < blocks; ++kb) {
-      const std::uint8_t* right = w.tiles + (std::ptrdiff_t(t) * blocks + kb) * set_bytes(K);
-      if constexpr (!DECODED) {
-        std::uint8_t* const slot = w.ring + (kb + t) % 2 * set_bytes(K);
-        decode_keys_of<K>(w, t, kb, table, slot);
-        right = slot;
-      }
-      if constexpr (!tile_blocks(K)) {
-        _tile_loadd(4, w.a + std::ptrdiff_t(kb) * PRODUCTS, LINE);
+      for (int t = 0; t < w.n_tiles; ++t) {
+        const std::uint8_t* const right = w.tiles + (std::ptrdiff_t(t) * (w.dim / 16) + g) * RIGHT;
+        _tile_loadd(4, w.a + of_block + t * LEFT, LINE);
         _tile_loadd(6, right, LINE);
         _tile_dpbssd(0, 4, 6);
+        _tile_loadd(5, next.a + of_block + t * LEFT, LINE);
+        _tile_dpbssd(2, 5, 6);
         _tile_loadd(7, right + RIGHT, LINE);
         _tile_dpbssd(1, 4, 7);
-        _tile_loadd(6, right + 2 * RIGHT, LINE);
-        _tile_dpbssd(2, 4, 6);
-        _tile_loadd(7, right + 3 * RIGHT, LINE);
-        _tile_dpbssd(3, 4, 7);
-        continue;
+        _tile_dpbssd(3, 5, 7);
       }
-      for (int h = 0; h < quads_of_block(w.dim, kb) / 8; ++h) {
-        const int b = 2 * kb + h;
-        _tile_loadd(4, w.a + std::ptrdiff_t(b) * PRODUCTS, LINE);
-        for (int pair = 0; pair < 2; ++pair) {
-          const std::uint8_t* const one = right + 2 * pair * RIGHT;
-          _tile_zero(0);
-          _tile_zero(1);
-          _tile_loadd(6, one, LINE);
-          _tile_dpbssd(0, 4, 6);
-          _tile_loadd(7, one + RIGHT, LINE);
-          _tile_dpbssd(1, 4, 7);
-          _tile_stored(0, products + 2 * pair * PRODUCTS, LINE);
-          _tile_stored(1, products + (2 * pair + 1) * PRODUCTS, LINE);
-          if constexpr (tile_fine(K)) {
-            _tile_zero(2);
-            _tile_zero(3);
-            _tile_loadd(6, one + RIGHTS, LINE);
-            _tile_dpbssd(2, 4, 6);
-            _tile_loadd(7, one + RIGHTS + RIGHT, LINE);
-            _tile_dpbssd(3, 4, 7);
-            _tile_stored(2, products + (4 + 2 * pair) * PRODUCTS, LINE);
-            _tile_stored(3, products + (5 + 2 * pair) * PRODUCTS, LINE);
-          }
-        }
-        for (int cg = 0; cg < 4; ++cg) {
-          const int at = t * TILE + cg * 16;
-          const std::uint8_t* const p = products + cg * PRODUCTS;
-          const Floats16 scale = load64<Floats16>(w.scales + b * SUPER + at);
-          for (int r = 0; r < MR; ++r) {
-            Ints16 low = low_of<MR>(p, r);
-            if constexpr (tile_fine(K)) low += high_of<MR>(p + 4 * PRODUCTS, r);
-            float* const to = w.scores + r * SUPER + at;
-            const Floats16 x = to_floats((high_of<MR>(p, r) << 7) + low) * scale;
-            store64(to, b == 0 ? x : load64<Floats16>(to) + x);
-          }
-        }
-      }
-    }
-    if constexpr (!tile_blocks(K)) {
       _tile_stored(0, products, LINE);
-      _tile_stored(1, products + PRODUCTS, LINE);
-      _tile_stored(2, products + 2 * PRODUCTS, LINE);
-      _tile_stored(3, products + 3 * PRODUCTS, LINE);
-      for (int cg = 0; cg < 4; ++cg) {
-        const int at = t * TILE + cg * 16;
-        const std::uint8_t* const p = products + cg * PRODUCTS;
-        const Floats16 scale = load64<Floats16>(w.scales + at);
-        for (int r = 0; r < MR; ++r)
-          store64(w.scores + r * SUPER + at,
-                  to_floats((high_of<MR>(p, r) << 7) + low_of<MR>(p, r)) * scale);
-      }
-    }
-  }
-}
-
-template <int K, int MR, bool DECODED>
-void values(const TileWork& w) {
-  constexpr int LEFT = 2 * MR * LINE;
-  alignas(64) std::uint8_t products[2][2 * LEFT];
-  const Tables<I, K> table(*w.table);
-  const int n = w.n_tiles;
-  for (int g = 0; g < w.dim / 16; ++g) {
-    const int b = tile_blocks(K) ? g / 2 : 0;
-    if (g == 0 || (tile_blocks(K) && g % 2 == 0)) {
-      const std::int8_t* const a = w.a + std::ptrdiff_t(b) * (SUPER / TILE) * LEFT;
-      _tile_loadd(0, a, LINE);
-      if (n > 1) _tile_loadd(1, a + LEFT, LINE);
-      if (n > 2) _tile_loadd(2, a + 2 * LEFT, LINE);
-      if (n > 3) _tile_loadd(3, a + 3 * LEFT, LINE);
-    }
-    const std::uint8_t* right = w.tiles + std::ptrdiff_t(g) * set_bytes(K);
-    if constexpr (!DECODED) {
-      std::uint8_t* const slot = w.ring + g % 2 * set_bytes(K);
-      decode_values_of<K>(w, g, table, slot);
-      right = slot;
-    }
-    _tile_zero(4);
-    _tile_loadd(6, right, LINE);
-    _tile_dpbssd(4, 0, 6);
-    if (n > 1) {
-      _tile_loadd(7, right + RIGHT, LINE);
-      _tile_dpbssd(4, 1, 7);
-    }
-    if (n > 2) {
-      _tile_loadd(6, right + 2 * RIGHT, LINE);
-      _tile_dpbssd(4, 2, 6);
-    }
-    if (n > 3) {
-      _tile_loadd(7, right + 3 * RIGHT, LINE);
-      _tile_dpbssd(4, 3, 7);
-    }
-    std::uint8_t* const p = products[g % 2];
-    _tile_stored(4, p, LINE);
-    if constexpr (tile_fine(K)) {
-      const std::uint8_t* const fine = right + RIGHTS;
-      _tile_zero(5);
-      _tile_loadd(6, fine, LINE);
-      _tile_dpbssd(5, 0, 6);
-      if (n > 1) {
-        _tile_loadd(7, fine + RIGHT, LINE);
-        _tile_dpbssd(5, 1, 7);
-      }
-      if (n > 2) {
-        _tile_loadd(6, fine + 2 * RIGHT, LINE);
-        _tile_dpbssd(5, 2, 6);
-      }
-      if (n > 3) {
-        _tile_loadd(7, fine + 3 * RIGHT, LINE);
-        _tile_dpbssd(5, 3, 7);
-      }
-      _tile_stored(5, p + LEFT, LINE);
-    }
-    for (int r = 0; r < MR; ++r) {
-      Ints16 low = low_of<MR>(p, r);
-      if constexpr (tile_fine(K)) low += high_of<MR>(p + LEFT, r);
-      add_values(w, r, g, b, high_of<MR>(p, r), low);
+      _tile_stored(1, products + LEFT, LINE);
+      _tile_stored(2, products + 2 * LEFT, LINE);
+      _tile_stored(3, products + 3 * LEFT, LINE);
+      for (int i = 0; i < 4; ++i)
+        for (int r = 0; r < OCTET; ++r) {
+          const std::uint8_t* const p = products + i * LEFT;
+          add_values(i < 2 ? w : next, r, g + i % 2, b, high_of<OCTET>(p, r), low_of<OCTET>(p, r));
+        }
     }
   }
 }
 
 template <int K, int MR, int AT>
 constexpr void fill_width(TileKernels& t) {
-  t.keys[K][AT] = keys<K, MR, false>;
-  t.keys_decoded[K][AT] = keys<K, MR, true>;
+  if constexpr (tile_blocks(K))
+    t.keys[K][AT] = keys_of_blocks<K, MR, false>;
+  else
+    t.keys[K][AT] = keys_of_rows<K, MR>;
   t.values[K][AT] = values<K, MR, false>;
-  t.values_decoded[K][AT] = values<K, MR, true>;
+}
+template <int K>
+constexpr void fill_kind_amx(TileKernels& t) {
+  fill_width<K, 1, 0>(t);
+  fill_width<K, 2, 1>(t);
+  fill_width<K, 4, 2>(t);
+  fill_width<K, 8, 3>(t);
+  t.decode_keys[K] = decode_keys<K>;
+  t.decode_values[K] = decode_values<K>;
+  t.keys_decoded[K] = keys_decoded<K>;
+  t.values_decoded[K] = values_decoded<K>;
 }
 template <int... K>
 constexpr void fill(TileKernels& t, std::integer_sequence<int, K...>) {
-  ((fill_width<K, 1, 0>(t), fill_width<K, 2, 1>(t), fill_width<K, 4, 2>(t), fill_width<K, 8, 3>(t),
-    t.decode_keys[K] = decode_keys<K>, t.decode_values[K] = decode_values<K>),
-   ...);
+  (fill_kind_amx<K>(t), ...);
 }
 
 constexpr TileKernels make() {

@@ -30,9 +30,11 @@ struct Avx512Tiles {
     std::memcpy(&four, a, 4);
     return Ints16(_mm512_dpbusd_epi32(__m512i(sum), __m512i(entry), _mm512_set1_epi32(four)));
   }
-  static KVPROOF_INLINE Ints16 to_ints(Floats16 x) { return Ints16(_mm512_cvtps_epi32(__m512(x))); }
   static KVPROOF_INLINE Floats16 larger(Floats16 a, Floats16 b) {
     return Floats16(_mm512_max_ps(__m512(a), __m512(b)));
+  }
+  static KVPROOF_INLINE Floats16 larger_magnitude(Floats16 a, Floats16 b) {
+    return Floats16(_mm512_range_ps(__m512(a), __m512(b), 0x0b));  // of magnitudes, the larger
   }
   static KVPROOF_INLINE float largest(Floats16 x) { return _mm512_reduce_max_ps(__m512(x)); }
   static KVPROOF_INLINE float total(Floats16 x) { return _mm512_reduce_add_ps(__m512(x)); }

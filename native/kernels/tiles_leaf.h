@@ -20,7 +20,9 @@ typedef std::uint16_t Shorts32 __attribute__((vector_size(64)));
 typedef std::int32_t Ints16 __attribute__((vector_size(64)));
 typedef float Floats16 __attribute__((vector_size(64)));
 
-#define KVPROOF_INLINE inline __attribute__((always_inline))
+// What takes vectors has to be inlined, lambdas too: a call would pass them through memory.
+#define KVPROOF_LAMBDA __attribute__((always_inline))
+#define KVPROOF_INLINE inline KVPROOF_LAMBDA
 
 template <class V>
 KVPROOF_INLINE V load64(const void* p) {
@@ -35,7 +37,6 @@ KVPROOF_INLINE void store64(void* p, V v) {
 KVPROOF_INLINE Floats16 all(float x) { return Floats16{} + x; }
 KVPROOF_INLINE Ints16 all(std::int32_t x) { return Ints16{} + x; }
 KVPROOF_INLINE Floats16 to_floats(Ints16 x) { return __builtin_convertvector(x, Floats16); }
-KVPROOF_INLINE Floats16 magnitude(Floats16 x) { return Floats16(Ints16(x) & 0x7fffffff); }
 template <int N>
 KVPROOF_INLINE Bytes64 right(Bytes64 x) {  // by 16-bit lanes: neighbours' bits come in from above
   return N ? Bytes64(Shorts32(x) >> N) : x;
@@ -79,18 +80,20 @@ KVPROOF_INLINE void visit8(const std::uint8_t* src, int n, int h, const Tables<I
   constexpr int bits = first_plane(K);
   const std::uint8_t* first = src + h * bits * LINE;
   const std::uint8_t* second = src + (n * bits / 8 + h) * LINE;
-  const auto give = [&](auto quad, Bytes64 index, int copy) {
+  const auto give = [&](auto quad, Bytes64 index, int copy) KVPROOF_LAMBDA {
     if constexpr (tile_fine(K))
       each(quad, I::look_up(t.entry[copy], index), I::look_up(t.fine[copy], index));
     else
       each(quad, I::look_up(t.entry[copy], index), Bytes64{});
   };
   if constexpr (bits == 8) {
-    repeat<8>([&](auto q) { each(q, I::bytes(load64<Bytes64>(first + q * LINE)), Bytes64{}); });
+    repeat<8>([&](auto q) KVPROOF_LAMBDA {
+      each(q, I::bytes(load64<Bytes64>(first + q * LINE)), Bytes64{});
+    });
   } else if constexpr (bits == 4) {
     Bytes64 fifth{};
     if constexpr (second_plane(K)) fifth = load64<Bytes64>(second);
-    repeat<4>([&](auto l) {
+    repeat<4>([&](auto l) KVPROOF_LAMBDA {
       const Bytes64 x = load64<Bytes64>(first + l * LINE);
       if constexpr (second_plane(K)) {
         // Bits 2 l and 2 l + 1 of the fifth plane to places 4 and 5.
@@ -111,12 +114,12 @@ KVPROOF_INLINE void visit8(const std::uint8_t* src, int n, int h, const Tables<I
     static_assert(bits == 2);
     Bytes64 third{};
     if constexpr (second_plane(K)) third = load64<Bytes64>(second);
-    repeat<2>([&](auto l) {
+    repeat<2>([&](auto l) KVPROOF_LAMBDA {
       const Bytes64 x = load64<Bytes64>(first + l * LINE);
       // Bits 4 l .. 4 l + 3 of the third plane to places 2 .. 5.
       Bytes64 f{};
       if constexpr (second_plane(K)) f = l == 0 ? left<2>(third) : right<2>(third);
-      repeat<4>([&](auto k) {
+      repeat<4>([&](auto k) KVPROOF_LAMBDA {
         const Bytes64 low = right<2 * k>(x);
         if constexpr (second_plane(K))
           give(std::integral_constant<int, 4 * l + k>{}, I::template merge<0x03>(low, f), k);
@@ -146,7 +149,7 @@ KVPROOF_INLINE int quads_of_block(int dim, int kb) {
 template <class I, int K, int MR>
 KVPROOF_INLINE void multiply8(const std::uint8_t* src, int n, int h, const Tables<I, K>& table,
                               const std::int8_t* a, Ints16* high, Ints16* low) {
-  visit8<I, K>(src, n, h, table, [&](auto quad, Bytes64 entry, Bytes64 fine) {
+  visit8<I, K>(src, n, h, table, [&](auto quad, Bytes64 entry, Bytes64 fine) KVPROOF_LAMBDA {
     for (int r = 0; r < MR; ++r) {
       const std::int8_t *const up = a + r * LINE + 4 * quad, *const down = up + MR * LINE;
       high[r] = I::dot(high[r], entry, up);
@@ -157,7 +160,8 @@ KVPROOF_INLINE void multiply8(const std::uint8_t* src, int n, int h, const Table
 }
 
 template <class I, int K, int MR>
-void keys_by_dots(const TileWork& w) {
+void keys_by_dots(const TileWork& given) {
+  const TileWork w = given;  // a copy, which no store can change
   const Tables<I, K> table(*w.table);
   const int blocks = (w.dim + BLOCK_DIMS - 1) / BLOCK_DIMS;
   for (int t = 0; t < w.n_tiles; ++t) {
@@ -197,11 +201,12 @@ void keys_by_dots(const TileWork& w) {
 KVPROOF_INLINE void add_values(const TileWork& w, int r, int g, int b, Ints16 high, Ints16 low) {
   float* const o = w.out + std::ptrdiff_t(r) * w.dim + g * 16;
   const Floats16 x = to_floats((high << 8) + low + w.start[b * OCTET + r]);
-  store64(o, load64<Floats16>(o) * w.alpha[r] + x * w.step[b * OCTET + r]);
+  store64(o, load64<Floats16>(o) * w.alpha[r] + x * w.step[r]);
 }
 
 template <class I, int K, int MR>
-void values_by_dots(const TileWork& w) {
+void values_by_dots(const TileWork& given) {
+  const TileWork w = given;
   const Tables<I, K> table(*w.table);
   for (int g = 0; g < w.dim / 16; ++g) {
     const int b = tile_blocks(K) ? g / 2 : 0;
@@ -220,27 +225,25 @@ void values_by_dots(const TileWork& w) {
 // ---- softmax and weights
 // ------------------------------------------------------------------------------
 
-// 2^x for x <= 0, relative error below 2e-7; exactly 0 below -126 (masked scores are -inf).
+// 2^x for x <= 0, relative error below 3e-6, which is a fifth of a step of the weights. Nothing is
+// less than 2^-100: what is masked (-inf) adds no more than that, and there are no denormals.
 template <class I>
 KVPROOF_INLINE Floats16 power(Floats16 x) {
   constexpr float round = 12582912.f;  // 1.5 * 2^23: what is left of a sum with it is an integer
-  const Floats16 in = I::larger(x, all(-126.f));
+  const Floats16 in = I::larger(x, all(-100.f));
   const Floats16 shifted = in + round;
   const Floats16 f = in - (shifted - round);
-  Floats16 p = all(1.535336188319500e-4f);
-  p = p * f + 1.339887440266574e-3f;
-  p = p * f + 9.618437357674640e-3f;
-  p = p * f + 5.550332471162809e-2f;
-  p = p * f + 2.402264791363012e-1f;
-  p = p * f + 6.931472028550421e-1f;
+  Floats16 p = all(9.582852944731712e-3f);
+  p = p * f + 5.5906426161527634e-2f;
+  p = p * f + 2.4024099111557007e-1f;
+  p = p * f + 6.931241750717163e-1f;
   p = p * f + 1.f;
-  const Ints16 bits = Ints16(p) + (Ints16(shifted) << 23);
-  return x >= all(-126.f) ? Floats16(bits) : all(0.f);
+  return Floats16(Ints16(p) + (Ints16(shifted) << 23));
 }
 
-template <class I>
-float softmax_row(float* scores, int n, float factor, const float* units, float* maximum,
-                  float* sum, float* alpha) {
+template <class I, bool PRODUCTS>
+float softmax_storing(float* scores, int n, float factor, const float* units, float* maximum,
+                      float* sum, float* alpha) {
   Floats16 tops[2] = {load64<Floats16>(scores), load64<Floats16>(scores + 16)};
   for (int i = 32; i < n; i += 32)
     for (int k = 0; k < 2; ++k) tops[k] = I::larger(tops[k], load64<Floats16>(scores + i + 16 * k));
@@ -251,53 +254,65 @@ float softmax_row(float* scores, int n, float factor, const float* units, float*
     for (int i = 0; i < n; i += 16) store64(scores + i, all(0.f));
     return 0;
   }
-  if (top != before) *alpha = power<I>(all(before - top))[0];
+  if (top != before) *alpha = before > -__builtin_inff() ? power<I>(all(before - top))[0] : 0;
   *maximum = top;
   Floats16 totals[2] = {all(0.f), all(0.f)}, most[2] = {all(0.f), all(0.f)};
   for (int i = 0; i < n; i += 32)
     for (int k = 0; k < 2; ++k) {
       float* const at = scores + i + 16 * k;
-      Floats16 p = power<I>(load64<Floats16>(at) * factor - top);
+      const Floats16 p = power<I>(load64<Floats16>(at) * factor - top);
+      const Floats16 product = p * load64<Floats16>(units + i + 16 * k);
       totals[k] += p;
-      if (units) {
-        p *= load64<Floats16>(units + i + 16 * k);
-        most[k] = I::larger(most[k], magnitude(p));
-      }
-      store64(at, p);
+      most[k] = I::larger_magnitude(most[k], product);
+      store64(at, PRODUCTS ? product : p);
     }
   *sum = *sum * *alpha + I::total(totals[0] + totals[1]);
-  return units ? I::largest(I::larger(most[0], most[1])) : 0;
+  return I::largest(I::larger(most[0], most[1]));
+}
+template <class I>
+float softmax_row(float* scores, int n, float factor, const float* units, bool store_products,
+                  float* maximum, float* sum, float* alpha) {
+  const auto softmax = store_products ? softmax_storing<I, true> : softmax_storing<I, false>;
+  return softmax(scores, n, factor, units, maximum, sum, alpha);
 }
 
-template <class I>
-float scaled_row(const float* p, const float* scales, int n, float* out) {
-  Floats16 most = all(0.f);
-  for (int i = 0; i < n; i += 16) {
-    const Floats16 x = load64<Floats16>(p + i) * load64<Floats16>(scales + i);
-    most = I::larger(most, magnitude(x));
-    store64(out + i, x);
-  }
-  return I::largest(most);
-}
-
-template <class I>
-void weights_row(const float* products, int n, float inverse, std::uint8_t* high, std::uint8_t* low,
-                 std::ptrdiff_t stride, std::int32_t* sums) {
+template <class I, bool SCALES>
+void weights_scaled(const float* p, const float* scales, int n, float inverse, std::uint8_t* high,
+                    std::uint8_t* low, std::ptrdiff_t stride, std::int32_t* sums) {
+  // The low 16 bits of a sum with it are the rounded number.
+  const Floats16 round = all(12582912.f);
   Ints16 sum = all(0), sum_of_high = all(0);
   for (int t = 0; t < n; t += TILE, high += stride, low += stride) {
     Ints16 x[4];
     for (int i = 0; i < 4; ++i) {
-      x[i] = I::to_ints(load64<Floats16>(products + t + 16 * i) * inverse);
-      sum += x[i];
-      sum_of_high += (x[i] + 128) >> 8;
+      const int at = t + 16 * i;
+      if constexpr (SCALES)
+        x[i] = Ints16((load64<Floats16>(p + at) * inverse) * load64<Floats16>(scales + at) + round);
+      else
+        x[i] = Ints16(load64<Floats16>(p + at) * inverse + round);
+      if constexpr (I::OFFSET) {
+        const Ints16 number = x[i] - Ints16(round);
+        sum += number;
+        sum_of_high += (number + 128) >> 8;
+      }
     }
     const Ints16 a = (x[0] & 0xffff) | x[1] << 16, b = (x[2] & 0xffff) | x[3] << 16;
     const Ints16 up_a = Ints16(Shorts32(a) + 128), up_b = Ints16(Shorts32(b) + 128);
     store64(low, (a & 0x00ff00ff) | Ints16(Shorts32(b) << 8));
     store64(high, Ints16(Shorts32(up_a) >> 8) | (up_b & all(std::int32_t(0xff00ff00))));
   }
-  sums[0] = I::total(sum);
-  sums[1] = I::total(sum_of_high);
+  if constexpr (I::OFFSET) {
+    sums[0] = I::total(sum);
+    sums[1] = I::total(sum_of_high);
+  } else {
+    sums[0] = sums[1] = 0;
+  }
+}
+template <class I>
+void weights_row(const float* p, const float* scales, int n, float inverse, std::uint8_t* high,
+                 std::uint8_t* low, std::ptrdiff_t stride, std::int32_t* sums) {
+  const auto weights = scales ? weights_scaled<I, true> : weights_scaled<I, false>;
+  weights(p, scales, n, inverse, high, low, stride, sums);
 }
 
 // Fills the table of a set whose octets decode for themselves.
@@ -319,7 +334,6 @@ constexpr void fill_dots(TileKernels& t, std::integer_sequence<int, K...>) {
 template <class I>
 constexpr void fill_rows(TileKernels& t) {
   t.softmax = softmax_row<I>;
-  t.scaled = scaled_row<I>;
   t.weights = weights_row<I>;
   t.widen = I::widen;
 }

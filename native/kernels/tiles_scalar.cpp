@@ -33,12 +33,10 @@ struct ScalarTiles {
       for (int j = 0; j < 4; ++j) sum[i] += std::int32_t(entry[4 * i + j]) * a[j];
     return sum;
   }
-  static Ints16 to_ints(Floats16 x) {
-    Ints16 out;
-    for (int i = 0; i < 16; ++i) out[i] = std::int32_t(__builtin_rintf(x[i]));
-    return out;
-  }
   static Floats16 larger(Floats16 a, Floats16 b) { return a > b ? a : b; }
+  static Floats16 larger_magnitude(Floats16 a, Floats16 b) {
+    return larger(Floats16(Ints16(a) & 0x7fffffff), Floats16(Ints16(b) & 0x7fffffff));
+  }
   static float largest(Floats16 x) {
     float top = x[0];
     for (int i = 1; i < 16; ++i) top = x[i] > top ? x[i] : top;
