@@ -24,7 +24,7 @@ namespace {
 constexpr int BLOCK_ROWS = 64;
 constexpr int OCTETS = BLOCK_ROWS / OCTET;
 constexpr int TARGET_TASKS = 64;
-constexpr int SMALLEST_CHUNK = 512;
+constexpr int SMALLEST_CHUNK = 1024;
 constexpr double SERIAL_WORK = 1 << 18;  // multiply-adds below which a second thread does not pay
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr double LN_2 = 0.69314718055994530942;
@@ -145,9 +145,9 @@ class TileAttention {
       if (tiles_.end) tiles_.end();
     });
     if (chunks_ > 1)
-      pool.run(heads * blocks_, threads, [&](int task, int worker) {
+      pool.run(heads * rows_, threads, [&](int task, int worker) {
         Worker w = worker_of(worker);
-        merge(task / blocks_, task % blocks_, w);
+        merge(task / rows_, task % rows_, w);
       });
   }
 
@@ -372,14 +372,9 @@ class TileAttention {
         side.base + head * side.head_stride + from / TILE * side.tile_stride();
     const std::ptrdiff_t codes = tile_scales(side.fmt, side.dim);
     for (int t = 0; t < n_tiles; ++t)
-      for (int s = 0; s < scales; ++s) {
-        const std::uint8_t* const next =
-            tile + (t + TILES) * side.tile_stride() + codes + s * 2 * TILE;
-        __builtin_prefetch(next);  // of the next step
-        __builtin_prefetch(next + LINE);
+      for (int s = 0; s < scales; ++s)
         tiles_.widen(tile + t * side.tile_stride() + codes + s * 2 * TILE, TILE,
                      out + s * SUPER + t * TILE);
-      }
     return tile;
   }
 
@@ -431,24 +426,21 @@ class TileAttention {
     }
   }
 
-  // Folds the partial results of the chunks, in order.
-  void merge(int head, int block, Worker& w) const {
-    const int dim = values_.dim;
-    for (int r = 0; r < rows_of(block); ++r) {
-      float top = -HUGE_VALF, sum = 0;
-      for (int c = 0; c < chunks_; ++c) top = std::max(top, partial(head, block, c)[r]);
-      float* const out = w.sum_of_values;
-      std::memset(out, 0, std::size_t(dim) * sizeof(float));
-      for (int c = 0; c < chunks_; ++c) {
-        const float* p = partial(head, block, c);
-        if (p[block_rows_ + r] == 0) continue;
-        const float weight = std::exp2(p[r] - top);
-        const float* v = p + 2 * block_rows_ + std::ptrdiff_t(r) * dim;
-        sum += weight * p[block_rows_ + r];
-        for (int i = 0; i < dim; ++i) out[i] += weight * v[i];
-      }
-      finish(head, block * block_rows_ + r, out, top, sum, w);
+  // Folds the partial results of the chunks for one row, in order.
+  void merge(int head, int row, Worker& w) const {
+    const int block = row / block_rows_, r = row % block_rows_, dim = values_.dim;
+    float top = -HUGE_VALF, sum = 0;
+    for (int c = 0; c < chunks_; ++c) top = std::max(top, partial(head, block, c)[r]);
+    float* const out = w.sum_of_values;
+    std::memset(out, 0, std::size_t(dim) * sizeof(float));
+    for (int c = 0; c < chunks_; ++c) {
+      const float* const p = partial(head, block, c);
+      if (p[block_rows_ + r] == 0) continue;
+      const float weight = std::exp2(p[r] - top);
+      sum += weight * p[block_rows_ + r];
+      tiles_.add(p + 2 * block_rows_ + std::ptrdiff_t(r) * dim, dim, weight, out);
     }
+    finish(head, row, out, top, sum, w);
   }
 
   // Normalises and un-rotates one output row.

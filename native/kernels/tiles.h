@@ -113,6 +113,7 @@ struct TileKernels {
   // weights and of high parts.
   void (*weights)(const float* p, const float* scales, int n, float inverse, std::uint8_t* high,
                   std::uint8_t* low, std::ptrdiff_t stride, std::int32_t* sums);
+  void (*add)(const float* x, int n, float factor, float* sum);  // n a multiple of 16
   void (*widen)(const std::uint8_t* halves, int n, float* out);  // fp16, n a multiple of 16
   // Around a task whose octets have this many rows (1, 2, 4 or 8); may be null.
   void (*begin)(int rows);

@@ -91,12 +91,6 @@ KVPROOF_INLINE Ints16 low_of(const std::uint8_t* products, int r) {
   return load64<Ints16>(products + (MR + r) * LINE);
 }
 
-// Asks for the codes of what comes a step later, which is DISTANCE tiles on.
-constexpr int DISTANCE = SUPER / TILE;
-KVPROOF_INLINE void fetch(const std::uint8_t* p, int bytes) {
-  for (int i = 0; i < bytes; i += LINE) __builtin_prefetch(p + i, 0, 2);
-}
-
 // Scores of MR rows and 16 tokens, in units of the rows' steps.
 template <int MR>
 KVPROOF_INLINE void store_scores(const std::uint8_t* products, const float* scales, float* scores) {
@@ -137,7 +131,6 @@ void keys_of_rows(const TileWork& given) {
       const auto ahead = [&](int cg) KVPROOF_LAMBDA {
         const std::uint8_t* const src = next + cg * block_codes(K, n);
         if (more) decode_right<K>(src, n, table, w.ring + cg * RIGHT);
-        fetch(src + DISTANCE * w.stride, block_codes(K, QUADS));
       };
       _tile_loadd(4, w.a + std::ptrdiff_t(kb) * PRODUCTS, LINE);
       _tile_loadd(6, w.ring, LINE);
@@ -164,7 +157,8 @@ void keys_of_rows(const TileWork& given) {
 }
 
 // Block formats: products leave the unit every 32 dims. Two lanes of 16 tokens at a time, whose
-// scores stay in registers; products are used a step after they were made.
+// scores stay in registers. Products are used when the next ones have been asked for: those of both
+// halves of a block at once, or with fine entries one half after the other.
 template <int K, int MR, bool DECODED>
 void keys_of_blocks(const TileWork& given) {
   const TileWork w = given;
@@ -175,10 +169,8 @@ void keys_of_blocks(const TileWork& given) {
   const auto decode = [&](int t, int pair, int kb) KVPROOF_LAMBDA {
     const int n = quads_of_block(w.dim, kb);
     const std::uint8_t* const src = key_block<K>(w.tiles + t * w.stride, kb, n, 2 * pair);
-    std::uint8_t* const slot = w.ring;
-    decode_right<K>(src, n, table, slot);
-    decode_right<K>(src + block_codes(K, n), n, table, slot + WIDE);
-    fetch(src + DISTANCE * w.stride, 2 * block_codes(K, QUADS));
+    decode_right<K>(src, n, table, w.ring);
+    decode_right<K>(src + block_codes(K, n), n, table, w.ring + WIDE);
   };
   for (int t = 0; t < w.n_tiles; ++t)
     for (int pair = 0; pair < 2; ++pair) {
@@ -186,47 +178,83 @@ void keys_of_blocks(const TileWork& given) {
       Floats16 sum[2][MR];
       for (int i = 0; i < 2; ++i)
         for (int r = 0; r < MR; ++r) sum[i][r] = all(0.f);
-      const auto add = [&](int b) KVPROOF_LAMBDA {
-        for (int i = 0; i < 2; ++i) {
-          const std::uint8_t* const p = products[b % 2] + i * PRODUCTS;
+      // Products of both lanes with half b, and with its fine entries.
+      const auto add = [&](int b, const std::uint8_t* p, const std::uint8_t* fine) KVPROOF_LAMBDA {
+        for (int i = 0; i < 2; ++i, p += PRODUCTS, fine += PRODUCTS) {
           const Floats16 scale = load64<Floats16>(w.scales + b * SUPER + at + 16 * i);
           for (int r = 0; r < MR; ++r) {
             Ints16 low = low_of<MR>(p, r);
-            if constexpr (tile_fine(K)) low += high_of<MR>(p + 2 * PRODUCTS, r);
+            if constexpr (tile_fine(K)) low += high_of<MR>(fine, r);
             sum[i][r] += to_floats((high_of<MR>(p, r) << 7) + low) * scale;
           }
         }
       };
       if constexpr (!DECODED) decode(t, pair, 0);
-      for (int b = 0; b < halves; ++b) {
-        const int kb = b / 2;
+      for (int kb = 0; kb < blocks; ++kb) {
         const std::uint8_t* const right =
             DECODED ? w.tiles + ((std::ptrdiff_t(t) * blocks + kb) * 4 + 2 * pair) * WIDE : w.ring;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_loadd(4, w.a + std::ptrdiff_t(b) * PRODUCTS, LINE);
-        _tile_loadd(6, right, LINE);
-        _tile_dpbssd(0, 4, 6);
-        _tile_loadd(7, right + WIDE, LINE);
-        _tile_dpbssd(1, 4, 7);
-        std::uint8_t* const p = products[b % 2];
+        const std::int8_t* const a = w.a + std::ptrdiff_t(kb) * 2 * PRODUCTS;
+        const bool two = 2 * kb + 1 < halves;
         if constexpr (tile_fine(K)) {
-          _tile_zero(2);
-          _tile_zero(3);
-          _tile_loadd(6, right + RIGHT, LINE);
-          _tile_dpbssd(2, 4, 6);
-          _tile_loadd(7, right + WIDE + RIGHT, LINE);
-          _tile_dpbssd(3, 4, 7);
-          _tile_stored(2, p + 2 * PRODUCTS, LINE);
-          _tile_stored(3, p + 3 * PRODUCTS, LINE);
+          for (int h = 0; h < 1 + two; ++h) {
+            std::uint8_t* const p = products[h];
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            _tile_loadd(4, a + h * PRODUCTS, LINE);
+            _tile_loadd(6, right, LINE);
+            _tile_dpbssd(0, 4, 6);
+            _tile_loadd(7, right + WIDE, LINE);
+            _tile_dpbssd(1, 4, 7);
+            _tile_loadd(6, right + RIGHT, LINE);
+            _tile_dpbssd(2, 4, 6);
+            _tile_loadd(7, right + WIDE + RIGHT, LINE);
+            _tile_dpbssd(3, 4, 7);
+            _tile_stored(0, p, LINE);
+            _tile_stored(1, p + PRODUCTS, LINE);
+            _tile_stored(2, p + 2 * PRODUCTS, LINE);
+            _tile_stored(3, p + 3 * PRODUCTS, LINE);
+            if (h == 1) add(2 * kb, products[0], products[0] + 2 * PRODUCTS);
+          }
+          if constexpr (!DECODED)
+            if (kb + 1 < blocks) decode(t, pair, kb + 1);
+          add(2 * kb + two, products[two], products[two] + 2 * PRODUCTS);
+        } else {
+          std::uint8_t* const p = products[kb % 2];
+          const std::uint8_t* const before = products[(kb + 1) % 2];
+          _tile_zero(0);
+          _tile_zero(1);
+          _tile_loadd(4, a, LINE);
+          _tile_loadd(6, right, LINE);
+          _tile_dpbssd(0, 4, 6);
+          _tile_loadd(7, right + WIDE, LINE);
+          _tile_dpbssd(1, 4, 7);
+          if (two) {
+            _tile_zero(2);
+            _tile_zero(3);
+            _tile_loadd(5, a + PRODUCTS, LINE);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+          }
+          if constexpr (!DECODED)
+            if (kb + 1 < blocks) decode(t, pair, kb + 1);
+          _tile_stored(0, p, LINE);
+          _tile_stored(1, p + PRODUCTS, LINE);
+          if (two) {
+            _tile_stored(2, p + 2 * PRODUCTS, LINE);
+            _tile_stored(3, p + 3 * PRODUCTS, LINE);
+          }
+          if (kb > 0) {
+            add(2 * kb - 2, before, before);
+            add(2 * kb - 1, before + 2 * PRODUCTS, before);
+          }
+          if (kb + 1 == blocks) {
+            add(2 * kb, p, p);
+            if (two) add(2 * kb + 1, p + 2 * PRODUCTS, p);
+          }
         }
-        _tile_stored(0, p, LINE);
-        _tile_stored(1, p + PRODUCTS, LINE);
-        if constexpr (!DECODED)
-          if (b % 2 == 1 && kb + 1 < blocks) decode(t, pair, kb + 1);
-        if (b > 0) add(b - 1);
       }
-      add(halves - 1);
       for (int i = 0; i < 2; ++i)
         for (int r = 0; r < MR; ++r) store64(w.scores + r * SUPER + at + 16 * i, sum[i][r]);
     }
@@ -254,7 +282,6 @@ KVPROOF_INLINE void values_by_twos(const TileWork& w, const Tables<I, K>& table,
         const std::uint8_t* const src =
             w.tiles + (t + 1) * w.stride + (g + i) * block_codes(K, QUADS);
         if (t + 1 < w.n_tiles) decode_right<K>(src, QUADS, table, w.ring + i * WIDE);
-        fetch(src + (DISTANCE - 1) * w.stride, block_codes(K, QUADS));
       }
     };
     _tile_loadd(4, a + t * LEFT, LINE);
@@ -313,7 +340,6 @@ KVPROOF_INLINE void values_by_fours(const TileWork& w, const Tables<I, K>& table
       const auto ahead = [&](int i) KVPROOF_LAMBDA {
         const std::uint8_t* const src = next + i * block_codes(K, QUADS);
         if (more) decode_right<K>(src, QUADS, table, w.ring + i * RIGHT);
-        fetch(src + DISTANCE * w.stride, block_codes(K, QUADS));
       };
       _tile_loadd(4, w.a + t * LEFT, LINE);
       _tile_loadd(6, w.ring, LINE);

@@ -315,6 +315,11 @@ void weights_row(const float* p, const float* scales, int n, float inverse, std:
   weights(p, scales, n, inverse, high, low, stride, sums);
 }
 
+inline void add_row(const float* x, int n, float factor, float* sum) {
+  for (int i = 0; i < n; i += 16)
+    store64(sum + i, load64<Floats16>(sum + i) + load64<Floats16>(x + i) * factor);
+}
+
 // Fills the table of a set whose octets decode for themselves.
 template <class I, int K>
 constexpr void fill_kind(TileKernels& t) {
@@ -335,6 +340,7 @@ template <class I>
 constexpr void fill_rows(TileKernels& t) {
   t.softmax = softmax_row<I>;
   t.weights = weights_row<I>;
+  t.add = add_row;
   t.widen = I::widen;
 }
 using TileKindList = std::make_integer_sequence<int, TILE_KINDS>;
