@@ -398,9 +398,16 @@ void keys_decoded(const TileWork& given) {
     keys_of_blocks<K, OCTET, true>(w);
     keys_of_blocks<K, OCTET, true>(second_octet(w, w.dim / GROUP));
   } else {
-    alignas(64) std::uint8_t products[4 * PRODUCTS];
+    alignas(64) std::uint8_t products[2][4 * PRODUCTS];
     const int blocks = (w.dim + BLOCK_DIMS - 1) / BLOCK_DIMS;
     const std::int8_t* const b = w.a + w.a_of_octet;
+    const auto finish = [&](int t, int pair) KVPROOF_LAMBDA {
+      for (int i = 0; i < 4; ++i) {
+        const int at = t * TILE + pair * 32 + i % 2 * 16;
+        store_scores<OCTET>(products[pair] + i * PRODUCTS, w.scales + at,
+                            w.scores + i / 2 * OCTET * SUPER + at);
+      }
+    };
     for (int t = 0; t < w.n_tiles; ++t)
       for (int pair = 0; pair < 2; ++pair) {
         _tile_zero(0);
@@ -419,16 +426,17 @@ void keys_decoded(const TileWork& given) {
           _tile_dpbssd(1, 4, 7);
           _tile_dpbssd(3, 5, 7);
         }
-        _tile_stored(0, products, LINE);
-        _tile_stored(1, products + PRODUCTS, LINE);
-        _tile_stored(2, products + 2 * PRODUCTS, LINE);
-        _tile_stored(3, products + 3 * PRODUCTS, LINE);
-        for (int i = 0; i < 4; ++i) {
-          const int at = t * TILE + pair * 32 + i % 2 * 16;
-          store_scores<OCTET>(products + i * PRODUCTS, w.scales + at,
-                              w.scores + i / 2 * OCTET * SUPER + at);
-        }
+        std::uint8_t* const p = products[pair];
+        _tile_stored(0, p, LINE);
+        _tile_stored(1, p + PRODUCTS, LINE);
+        _tile_stored(2, p + 2 * PRODUCTS, LINE);
+        _tile_stored(3, p + 3 * PRODUCTS, LINE);
+        if (pair == 1)
+          finish(t, 0);
+        else if (t > 0)
+          finish(t - 1, 1);
       }
+    finish(w.n_tiles - 1, 1);
   }
 }
 
@@ -441,7 +449,15 @@ void values_decoded(const TileWork& given) {
     values<K, OCTET, true>(w);
     values<K, OCTET, true>(next);
   } else {
-    alignas(64) std::uint8_t products[4 * LEFT];
+    alignas(64) std::uint8_t products[2][4 * LEFT];
+    const auto finish = [&](int g) KVPROOF_LAMBDA {
+      for (int i = 0; i < 4; ++i)
+        for (int r = 0; r < OCTET; ++r) {
+          const std::uint8_t* const p = products[g / 2 % 2] + i * LEFT;
+          add_values(i < 2 ? w : next, r, g + i % 2, tile_blocks(K) ? g / 2 : 0,
+                     high_of<OCTET>(p, r), low_of<OCTET>(p, r));
+        }
+    };
     for (int g = 0; g < w.dim / 16; g += 2) {
       const int b = tile_blocks(K) ? g / 2 : 0;
       const std::ptrdiff_t of_block = std::ptrdiff_t(b) * (SUPER / TILE) * LEFT;
@@ -460,16 +476,14 @@ void values_decoded(const TileWork& given) {
         _tile_dpbssd(1, 4, 7);
         _tile_dpbssd(3, 5, 7);
       }
-      _tile_stored(0, products, LINE);
-      _tile_stored(1, products + LEFT, LINE);
-      _tile_stored(2, products + 2 * LEFT, LINE);
-      _tile_stored(3, products + 3 * LEFT, LINE);
-      for (int i = 0; i < 4; ++i)
-        for (int r = 0; r < OCTET; ++r) {
-          const std::uint8_t* const p = products + i * LEFT;
-          add_values(i < 2 ? w : next, r, g + i % 2, b, high_of<OCTET>(p, r), low_of<OCTET>(p, r));
-        }
+      std::uint8_t* const p = products[g / 2 % 2];
+      _tile_stored(0, p, LINE);
+      _tile_stored(1, p + LEFT, LINE);
+      _tile_stored(2, p + 2 * LEFT, LINE);
+      _tile_stored(3, p + 3 * LEFT, LINE);
+      if (g > 0) finish(g - 2);
     }
+    finish(w.dim / 16 - 2);
   }
 }
 
