@@ -19,6 +19,7 @@
 #include "half.h"
 #include "ops.h"
 #include "pool.h"
+#include "step.h"
 #include "tiles_store.h"
 
 namespace nb = nanobind;
@@ -41,6 +42,7 @@ using OutBytes = nb::ndarray<std::uint8_t, nb::device::cpu, nb::c_contig>;
 using Scales = std::optional<Floats>;
 using TileBytes = nb::ndarray<std::uint8_t, nb::ndim<3>, nb::device::cpu>;
 using RowBytes = nb::ndarray<std::uint8_t, nb::ndim<3>, nb::device::cpu>;
+using Buffer = nb::ndarray<std::uint8_t, nb::ndim<3>, nb::device::cpu, nb::c_contig>;
 
 int format_index(const std::string& name) {
   for (int f = 0; f < FORMATS; ++f)
@@ -121,12 +123,12 @@ const float* head_scales(const Scales& scale, std::size_t heads) {
   return scale->data();
 }
 
-Side side_of(const std::string& format, const Bytes& blocks, int dim, const Scales& scale) {
-  const auto [fmt, book] = coded_of(format);
+Side side_of(const Coded& format, const Bytes& blocks, int dim, const Scales& scale) {
+  const auto [fmt, book] = format;
   if (stored_dim(fmt, dim) > MAX_DIM || blocks.ndim() != 3 || dim < 1 || dim > MAX_DIM ||
       std::ptrdiff_t(blocks.shape(2)) != row_bytes(fmt, dim) ||
       (blocks.stride(2) != 1 && blocks.shape(2) != 1))
-    throw std::invalid_argument("blocks do not match " + format);
+    throw std::invalid_argument(std::string("blocks do not match ") + FORMAT_NAMES[fmt]);
   return {fmt,
           book,
           blocks.data(),
@@ -169,8 +171,8 @@ std::pair<int, std::ptrdiff_t> attention_call(
     std::int64_t page, std::int64_t phase, const OutFloats& out,
     const std::optional<OutFloats>& lse) {
   const Kernels& kernels = kernels_of(isa);
-  const Side keys = side_of(key, k, int(q.shape(2)), k_scale);
-  const Side values = side_of(value, v, dim_v, v_scale);
+  const Side keys = side_of(coded_of(key), k, int(q.shape(2)), k_scale);
+  const Side values = side_of(coded_of(value), v, dim_v, v_scale);
   const Query query = query_of(q, keys);
   if (!kernels.decode_values[layout_of(values.fmt)])
     throw std::invalid_argument(value + " holds keys only");
@@ -198,12 +200,11 @@ const TileKernels* tiles_of(const std::string& name) {
 using Tiles = nb::ndarray<const std::uint8_t, nb::ndim<3>, nb::device::cpu, nb::c_contig>;
 
 // Rows first_row ... first_row + n - 1 of tiles [head][tile][bytes] as cached rows.
-TileSide tile_side_of(const std::string& format, const Tiles& tiles, int dim, int first_row,
-                      int n) {
-  const auto [fmt, book] = coded_of(format);
+TileSide tile_side_of(const Coded& format, const Tiles& tiles, int dim, int first_row, int n) {
+  const auto [fmt, book] = format;
   if (!has_tiles(fmt, dim) || std::ptrdiff_t(tiles.shape(2)) != tile_bytes(fmt, dim) ||
       first_row < 0 || n < 1 || std::int64_t(first_row) + n > std::int64_t(tiles.shape(1)) * TILE)
-    throw std::invalid_argument("tiles do not match " + format);
+    throw std::invalid_argument(std::string("tiles do not match ") + FORMAT_NAMES[fmt]);
   const std::ptrdiff_t stride = std::ptrdiff_t(tiles.shape(2));
   return {fmt,
           book,
@@ -224,8 +225,8 @@ std::pair<int, std::ptrdiff_t> attention_tiles_call(
   const Kernels& kernels = kernels_of(isa);
   const TileKernels* const tiles = tiles_of(isa);
   if (!tiles) throw std::invalid_argument("instruction set " + isa + " has no kernels over tiles");
-  const TileSide keys = tile_side_of(key, k, dim_k, first_row, n_rows);
-  const TileSide values = tile_side_of(value, v, dim_v, first_row, n_rows);
+  const TileSide keys = tile_side_of(coded_of(key), k, dim_k, first_row, n_rows);
+  const TileSide values = tile_side_of(coded_of(value), v, dim_v, first_row, n_rows);
   if (int(q.shape(2)) != dim_k || q.shape(1) % std::size_t(keys.heads) || q.stride(2) != 1)
     throw std::invalid_argument("queries do not match the keys");
   const Query query{q.data(), q.stride(0), q.stride(1), int(q.shape(0)), int(q.shape(1)), dim_k};
@@ -244,7 +245,7 @@ std::pair<int, std::ptrdiff_t> attention_tiles_call(
 std::ptrdiff_t scores_call(const std::string& isa, int threads, const Heads& q, const Bytes& k,
                            const std::string& key, const Scales& k_scale, const OutFloats& out) {
   const Kernels& kernels = kernels_of(isa);
-  const Side keys = side_of(key, k, int(q.shape(2)), k_scale);
+  const Side keys = side_of(coded_of(key), k, int(q.shape(2)), k_scale);
   const Query query = query_of(q, keys);
   if (out.size() != std::size_t(query.n) * query.heads * keys.n)
     throw std::invalid_argument("shapes do not match");
@@ -334,6 +335,145 @@ std::ptrdiff_t tile_bytes_call(const std::string& format, int dim) {
   const int fmt = format_index(format);
   return has_tiles(fmt, dim) ? tile_bytes(fmt, dim) : 0;
 }
+// A layer as the calls for one token know it. Each is false where a number is not finite: what was
+// written is not to be used, and the separate calls say which it is.
+class Step {
+ public:
+  Step(const std::string& isa, bool tiled, const std::string& key, const std::string& value,
+       int heads, int kv_heads, int dim_k, int dim_v, const Scales& scale, const Scales& mean,
+       int pairs)
+      : kernels_(kernels_of(isa)),
+        tiles_(tiled ? tiles_of(isa) : nullptr),
+        key_(coded_of(key)),
+        value_(coded_of(value)),
+        shape_{heads, kv_heads, dim_k, dim_v},
+        scale_(scale),
+        mean_(mean) {
+    const std::size_t size = std::size_t(kv_heads) * std::size_t(dim_k);
+    if (kv_heads < 1 || heads % kv_heads || dim_k < 1 || dim_v < 1 || dim_k > MAX_DIM ||
+        dim_v > MAX_DIM || !kernels_.decode_values[layout_of(value_.fmt)] ||
+        (tiled && (!tiles_ || !has_tiles(key_.fmt, dim_k) || !has_tiles(value_.fmt, dim_v))) ||
+        (scale && scale->size() != size) || (mean && mean->size() != size) ||
+        (mean ? !scale || pairs < 0 || 2 * pairs > dim_k : pairs != -1))
+      throw std::invalid_argument("no such layer");
+    condition_ = {scale ? scale->data() : nullptr, mean ? mean->data() : nullptr, pairs};
+  }
+
+  bool append(const Heads& k, const Heads& v, const Scales& k_scale, const Scales& v_scale,
+              const std::optional<Bytes>& page, const Buffer& keys, const Buffer& values,
+              std::size_t at) const {
+    const std::uint8_t* mean = nullptr;
+    std::ptrdiff_t mean_stride = 0;
+    if (bool(page) != bool(scale_)) throw std::invalid_argument("a page goes with a condition");
+    if (page) {  // [kv heads or 1][2 * dim]
+      if (page->ndim() != 2 || int(page->shape(1)) != 2 * shape_.dim_k || page->stride(1) != 1 ||
+          int(page->shape(0)) != (mean_ ? 1 : shape_.kv_heads))
+        throw std::invalid_argument("the page does not match");
+      mean = page->data();
+      mean_stride = mean_ ? 0 : page->stride(0);
+    }
+    const TokenRows new_key = rows_of(k, shape_.dim_k), new_value = rows_of(v, shape_.dim_v);
+    TileBuffer key_tiles, value_tiles;
+    const Slot key_slot = slot_of(keys, key_, shape_.dim_k, at, false, key_tiles);
+    const Slot value_slot = slot_of(values, value_, shape_.dim_v, at, true, value_tiles);
+    const float* const k_factor = head_scales(k_scale, std::size_t(shape_.kv_heads));
+    const float* const v_factor = head_scales(v_scale, std::size_t(shape_.kv_heads));
+    nb::gil_scoped_release free;
+    return append_token(kernels_, key_, value_, shape_, new_key, new_value, k_factor, v_factor,
+                        scale_ ? &condition_ : nullptr, mean, mean_stride, key_slot, value_slot);
+  }
+
+  // Rows at, at + 1, ... at + n - 1 of the buffers, of which the query sees those from `first` on.
+  bool attend(int threads, const Heads& q, const Tiles& keys, const Tiles& values, int at, int n,
+              int first, float scale, const Scales& k_scale, const Scales& v_scale,
+              const std::optional<Tiles>& sink_k, const std::optional<Tiles>& sink_v,
+              int sinks_from, const std::optional<Bytes>& pages, std::int64_t page,
+              std::int64_t phase, const OutFloats& out) const {
+    const std::size_t kv_heads = std::size_t(shape_.kv_heads);
+    Held held{{}, {}, tiles_, {}, {}, n, shape_.kv_heads, shape_.dim_v};
+    if (tiles_) {
+      held.key_tiles = tile_side_of(key_, keys, shape_.dim_k, at, n);
+      held.value_tiles = tile_side_of(value_, values, shape_.dim_v, at, n);
+    } else {
+      held.keys = side_in(keys, key_, shape_.dim_k, at, n, k_scale);
+      held.values = side_in(values, value_, shape_.dim_v, at, n, v_scale);
+    }
+    if (q.shape(0) != 1 || int(q.shape(1)) != shape_.heads || int(q.shape(2)) != shape_.dim_k ||
+        (q.stride(2) != 1 && shape_.dim_k != 1) || keys.shape(0) != kv_heads ||
+        values.shape(0) != kv_heads || first < -1 || first > n ||
+        out.size() != std::size_t(shape_.heads) * std::size_t(shape_.dim_v))
+      throw std::invalid_argument("shapes do not match");
+    const Query query{q.data(), q.stride(0), q.stride(1), 1, shape_.heads, shape_.dim_k};
+    Sinks sinks{};
+    const Coded f16{F16, &constants.book[F16]};
+    if (bool(sink_k) != bool(sink_v)) throw std::invalid_argument("sinks are keys and values");
+    if (sink_k) {
+      const int held_there = int(sink_k->shape(1));
+      sinks = {side_in(*sink_k, f16, shape_.dim_k, 0, held_there, {}),
+               side_in(*sink_v, f16, shape_.dim_v, 0, held_there, {}),
+               {sinks_from, held_there}};
+      if (sinks_from < -1 || sinks_from > held_there)
+        throw std::invalid_argument("sinks do not match");
+    }
+    Pages of_rows{};
+    if (bool(pages) != bool(scale_)) throw std::invalid_argument("pages go with a condition");
+    if (pages) {
+      of_rows = {side_of(f16, *pages, shape_.dim_k, {}), page, phase};
+      if (of_rows.means.heads != (mean_ ? 1 : shape_.kv_heads) || of_rows.means.n < 1 || page < 0 ||
+          phase < 0 || (page && of_rows.means.n * page < phase + n))
+        throw std::invalid_argument("pages do not match");
+    }
+    nb::gil_scoped_release free;
+    return attend_token(kernels_, threads, query, held, {first, n}, scale,
+                        sink_k ? &sinks : nullptr, scale_ ? &condition_ : nullptr, of_rows,
+                        out.data());
+  }
+
+ private:
+  TokenRows rows_of(const Heads& x, int dim) const {
+    if (x.shape(0) != 1 || int(x.shape(1)) != shape_.kv_heads || int(x.shape(2)) != dim ||
+        (x.stride(2) != 1 && dim != 1))
+      throw std::invalid_argument("rows do not match");
+    return {x.data(), x.stride(1)};
+  }
+
+  Slot slot_of(const Buffer& buffer, const Coded& format, int dim, std::size_t at, bool values,
+               TileBuffer& tiles) const {
+    const std::ptrdiff_t bytes = row_bytes(format.fmt, dim) * (tiles_ ? TILE : 1);
+    if (int(buffer.shape(0)) != shape_.kv_heads || at >= buffer.shape(1) * (tiles_ ? TILE : 1) ||
+        std::ptrdiff_t(buffer.shape(2)) != bytes)
+      throw std::invalid_argument("buffers do not match");
+    const std::ptrdiff_t stride = std::ptrdiff_t(buffer.shape(1)) * bytes;
+    if (!tiles_) return {buffer.data() + std::ptrdiff_t(at) * bytes, stride, nullptr, 0};
+    tiles = {format.fmt, dim, values, buffer.data(), stride, shape_.kv_heads};
+    return {nullptr, 0, &tiles, std::ptrdiff_t(at)};
+  }
+
+  // Rows of a buffer [head][row][bytes].
+  Side side_in(const Tiles& buffer, const Coded& format, int dim, int at, int n,
+               const Scales& scale) const {
+    const std::ptrdiff_t bytes = row_bytes(format.fmt, dim);
+    if (int(buffer.shape(0)) != shape_.kv_heads || std::ptrdiff_t(buffer.shape(2)) != bytes ||
+        at < 0 || n < 1 || std::int64_t(at) + n > std::int64_t(buffer.shape(1)))
+      throw std::invalid_argument("buffers do not match");
+    return {format.fmt,
+            format.book,
+            buffer.data() + at * bytes,
+            bytes,
+            std::ptrdiff_t(buffer.shape(1)) * bytes,
+            n,
+            shape_.kv_heads,
+            dim,
+            head_scales(scale, std::size_t(shape_.kv_heads))};
+  }
+
+  const Kernels& kernels_;
+  const TileKernels* const tiles_;  // null: the layer holds rows
+  const Coded key_, value_;
+  const Shape shape_;
+  const Scales scale_, mean_;  // whose memory the condition reads
+  Condition condition_;
+};
 
 void set_book(const std::string& format, const std::vector<float>& values,
               const std::vector<float>& cuts, float start, const std::vector<float>& tries) {
@@ -468,4 +608,15 @@ NB_MODULE(_kernels, m) {
   m.def("unpack", &unpack_call, "threads"_a, "format"_a, "side"_a, "tiles"_a.noconvert(), "first"_a,
         "rows"_a.noconvert());
   m.def("tile_bytes", &tile_bytes_call, "format"_a, "dim"_a);
+  nb::class_<Step>(m, "Step")
+      .def(nb::init<const std::string&, bool, const std::string&, const std::string&, int, int, int,
+                    int, const Scales&, const Scales&, int>(),
+           "isa"_a, "tiled"_a, "key"_a, "value"_a, "heads"_a, "kv_heads"_a, "dim_k"_a, "dim_v"_a,
+           "scale"_a.none(), "mean"_a.none(), "pairs"_a)
+      .def("append", &Step::append, "k"_a, "v"_a, "k_scale"_a.none(), "v_scale"_a.none(),
+           "page"_a.none(), "keys"_a.noconvert(), "values"_a.noconvert(), "at"_a)
+      .def("attend", &Step::attend, "threads"_a, "q"_a, "keys"_a.noconvert(),
+           "values"_a.noconvert(), "at"_a, "n"_a, "first"_a, "scale"_a, "k_scale"_a.none(),
+           "v_scale"_a.none(), "sink_k"_a.none(), "sink_v"_a.none(), "sinks_from"_a,
+           "pages"_a.none(), "page"_a, "phase"_a, "out"_a.noconvert());
 }

@@ -39,7 +39,7 @@ from kvproof.geometry import MAX_TOKENS, index_ranges
 from kvproof.store import Blocks, RowStore, Store, TileStore
 
 if TYPE_CHECKING:
-    from kvproof.backends import Backend
+    from kvproof.backends import Backend, Step
     from kvproof.geometry import Geometry, LayerGeometry
 
 _FP8_MAX = 448.0
@@ -120,6 +120,14 @@ class LayerCache:
                 first_position + sinks,
                 {} if turns is None else turns,
             )
+        self._step = backend.step(
+            key,
+            value,
+            (layer.num_heads, heads),
+            (layer.head_dim_k, layer.head_dim_v),
+            tiled=isinstance(self._k, TileStore),
+            **({} if self._means is None else self._means.arrays),
+        )
 
     @property
     def cached(self) -> int:
@@ -185,6 +193,8 @@ class LayerCache:
         n = len(keys)
         if len(values) != n:
             raise RequestError(f"layer {self.index}: {n} keys but {len(values)} values")
+        if n == 1 and self._append_token(keys, values):
+            return
         first = min(n, self.sinks - self.sinks_held)
         sunk = [
             self._encode(side, get_format("f16"), rows[:first], None)
@@ -216,6 +226,33 @@ class LayerCache:
         if n > first:
             self.calls[self._kernels["k"]] += 1
             self.calls[self._kernels["v"]] += 1
+
+    def _append_token(self, keys: NDArray[np.float32], values: NDArray[np.float32]) -> bool:
+        """`append` of one token in a single call: the same bytes. False, and the cache as before,
+        where it takes more than that (a sink, new room, a page that begins or is learned from), or
+        a number is not finite."""
+        step, means, page = self._step, self._means, None
+        if step is None or self.length < self.sinks or self._end == self._k.capacity:
+            return False
+        if not keys.strides[2] == values.strides[2] == keys.itemsize:
+            return False
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if (self.key.scaled and k_scale is None) or (self.value.scaled and v_scale is None):
+            return False
+        if means is not None:
+            page = means.known(self._dropped + self.cached)
+            if page is None:
+                return False
+        # The slot is not in use yet.
+        buffers = self._k.buffer, self._v.buffer
+        if not step.append(keys, values, k_scale, v_scale, page, *buffers, self._end):
+            return False
+        self._drop_unseen()
+        self._end += 1
+        self.length += 1
+        self.calls[self._kernels["k"]] += 1
+        self.calls[self._kernels["v"]] += 1
+        return True
 
     def _hold_keys(self, codes: Blocks) -> None:
         self._k.write(self._end, codes)
@@ -264,6 +301,10 @@ class LayerCache:
                 f"({self.cached} of {self.length} tokens); attend to each chunk as it is appended"
             )
         sinks_seen = self._first_needed(position) < self.sinks_held
+        if n_q == 1 and self._step is not None and self.cached:
+            out = self._attend_token(self._step, q, sinks_seen, scale, threads)
+            if out is not None:
+                return out
         if self._means is None and not sinks_seen:
             return self._attend(q, position - self._dropped - self.sinks, scale, threads)
         torch_like = hasattr(q, "detach")
@@ -278,6 +319,49 @@ class LayerCache:
             at = position - self._dropped - self.sinks
             parts.append(self._attend_conditioned(queries, at, scale, threads, bool(parts)))
         out = segments.merge(parts)[0]
+        if not torch_like:
+            return out
+        import torch
+
+        return torch.from_numpy(out)
+
+    def _attend_token(
+        self, step: Step, q: Any, sinks_seen: bool, scale: float | None, threads: int | None
+    ) -> Any:
+        """`attention` of the last token in a single call; None where the separate calls have to
+        say what is wrong, or make float32 of it."""
+        torch_like = hasattr(q, "detach")
+        try:
+            query = q.detach().numpy() if torch_like else np.asarray(q)
+        except TypeError:  # bfloat16, or another device
+            return None
+        if query.dtype != np.float32 or query.strides[2] != query.itemsize:
+            return None
+        layer, means, n = self.geometry, self._means, self.cached
+        first, sinks_from = -1, -1
+        sink_k = sink_v = None
+        if self.window is not None:
+            first = max(-1, n - self.window)
+        if sinks_seen:
+            sink_k, sink_v = self._sinks
+            sinks_from = self._first_needed(self.length - 1)
+        rows, page, phase = None, 0, 0
+        if means is not None:
+            rows = means.rows
+            if means.page is not None:
+                page, phase = means.page, self._dropped - means.first * means.page
+        out = np.empty((1, layer.num_heads, layer.head_dim_v), np.float32)
+        done = step.attend(
+            threads, query, self._k.buffer, self._v.buffer, self._start, n, first,
+            layer.head_dim_k**-0.5 if scale is None else float(scale), self.k_scale, self.v_scale,
+            sink_k, sink_v, sinks_from, rows, page, phase, out,
+        )  # fmt: skip
+        if not done:
+            return None
+        if sinks_seen:
+            self.calls[self._kernels["attention_sinks"]] += 2
+        self.calls[self._kernels["attention_k"]] += 1
+        self.calls[self._kernels["attention_v"]] += 1
         if not torch_like:
             return out
         import torch
@@ -421,6 +505,8 @@ class LayerCache:
             capacity = max(need, self._whole(capacity + max(64, capacity // 4)))
             if steady is not None:
                 capacity = max(need, min(capacity, steady))
+        elif steady is not None:  # or rows of a full window would move for every token
+            capacity = max(capacity, steady)
         self._move_to(capacity)
 
     def _move_to(self, capacity: int) -> None:
@@ -432,7 +518,7 @@ class LayerCache:
     def _rows(self, x: Any, side: str, head_dim: int) -> NDArray[np.float32]:
         heads = self.geometry.num_kv_heads
         try:
-            rows = np.asarray(x.detach() if hasattr(x, "detach") else x)
+            rows = np.asarray(x.detach().numpy() if hasattr(x, "detach") else x)
         except (TypeError, ValueError) as error:  # bfloat16, another device, ragged lists
             raise RequestError(f"layer {self.index}: {side}s: {error}") from error
         if rows.ndim != 3 or rows.shape[1:] != (heads, head_dim) or rows.dtype != np.float32:
@@ -564,6 +650,33 @@ class PageMeans:
         held = self._held[:, : 0 if self._turns else self._count]
         return self.nbytes - self._held.nbytes + held.nbytes
 
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """What `Backend.step` has to know."""
+        layer = self.layer
+        if self._turns is None:
+            return {"scale": layer.scale}
+        return {"scale": layer.scale, "mean": layer.mean, "pairs": len(layer.inv_freq)}
+
+    @property
+    def rows(self) -> Blocks:
+        """The float16 rows of all pages `[pages, num_kv_heads, bytes]`, or of their turns `[pages,
+        1, bytes]`: what means add to scores is a score of them (see `offsets`)."""
+        if self._turns is None:
+            return self._held[:, : self._count].transpose(1, 0, 2)
+        return self._turned()[:, None].view(np.uint8)
+
+    def known(self, row: int) -> Blocks | None:
+        """The float16 rows `[num_kv_heads or 1, bytes]` of the page of coded row `row`; None if
+        they are not held yet, or the page's own mean is to be taken after this row."""
+        page = self.page or _NO_PAGE
+        at = row // page - self.first
+        if at >= self._count or (self.follows and row % page == page - 1):
+            return None
+        if self._turns is None:
+            return self._held[:, at]
+        return self._turned()[at : at + 1].view(np.uint8)
+
     def room(self, row: int) -> int:
         """Rows from `row` on that fit in its page."""
         page = self.page or _NO_PAGE
@@ -618,9 +731,7 @@ class PageMeans:
 
     def offsets(self, q: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
         """What every page's mean adds to the scaled scores, `[n, num_heads, pages]`."""
-        if self._turns is None:
-            held = self._held[:, : self._count].transpose(1, 0, 2)
-        else:
+        if self._turns is not None:
             # q . (mean turned by a) = cos a (q . mean) + sin a (q . mean turned by a quarter), a
             # pair at a time; channels that do not turn have a row value of 1.
             m = len(self._turns.inv_freq)
@@ -629,8 +740,7 @@ class PageMeans:
             qa, qb = q[..., :m], q[..., m : 2 * m]
             rest = q[..., 2 * m :] * mean[:, 2 * m :]
             q = np.concatenate([qa * a + qb * b, qb * a - qa * b, rest], axis=-1)
-            held = self._turned()[:, None].view(np.uint8)
-        scores: NDArray[np.float32] = self.backend.scores(self._f16, q, held)
+        scores: NDArray[np.float32] = self.backend.scores(self._f16, q, self.rows)
         scores *= np.float32(scale)
         return scores
 

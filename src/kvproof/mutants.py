@@ -46,6 +46,8 @@ class Broken:
 
     def __init__(self, inner: Backend, **methods: Callable[..., Any]) -> None:
         self._inner = inner
+        if methods.keys() - {"make_cache"}:  # the calls for one token would go past what is broken
+            self.step = lambda *_, **__: None
         for name, method in methods.items():
             setattr(self, name, method)
 

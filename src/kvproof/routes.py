@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvproof.backends import Backend
+from kvproof.backends import Backend, Step
 from kvproof.cache import KVCache, LayerCache
 from kvproof.cases import Case, Floats
 from kvproof.conditioner import Conditioner, LayerCondition, rope
@@ -146,6 +146,26 @@ class Recording:
         names = [format_named(given[side]).name for side in ("key", "value")]
         self.asked[f"attention {'/'.join(names)} on {len(k)}"] += 1
         return self._inner.attention(q, k, v, **given)
+
+    def step(self, key: Format, value: Format, *shape: Any, **given: Any) -> Any:
+        """As the inner backend; its calls are noted as those that they take the place of."""
+        inner = self._inner.step(key, value, *shape, **given)
+        return None if inner is None else _RecordingStep(inner, key, value, self.asked)
+
+
+class _RecordingStep:
+    def __init__(self, inner: Step, key: Format, value: Format, asked: Counter[str]) -> None:
+        self._inner, self._key, self._value, self._asked = inner, key, value, asked
+
+    def append(self, *arrays: Any) -> bool:
+        self._asked[f"encode {self._key.name}"] += 1
+        self._asked[f"encode {self._value.name}"] += 1
+        return self._inner.append(*arrays)
+
+    def attend(self, threads: int | None, q: Any, keys: Any, values: Any, at: int, n: int,
+               *rest: Any) -> bool:  # fmt: skip
+        self._asked[f"attention {self._key.name}/{self._value.name} on {n}"] += 1
+        return self._inner.attend(threads, q, keys, values, at, n, *rest)
 
 
 def _cache(case: Case, backend: Any, **options: Any) -> KVCache:

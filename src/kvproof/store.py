@@ -29,6 +29,10 @@ class Store(Protocol):
     capacity: int  # slots
 
     @property
+    def buffer(self) -> Blocks:
+        """The live buffer, `[num_kv_heads, ...]`."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes as allocated."""
 
@@ -54,6 +58,11 @@ class RowStore:
     def __init__(self, heads: int, row_bytes: int) -> None:
         self._rows: Blocks = np.empty((heads, 0, row_bytes), np.uint8)
         self.capacity = 0
+
+    @property
+    def buffer(self) -> Blocks:
+        """`[num_kv_heads, capacity, row_bytes]`."""
+        return self._rows
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +104,11 @@ class TileStore:
         self._shape = (heads, TOKENS * row_bytes)
         self.capacity = 0
         self._memory, self._tiles = self._zeros(0)
+
+    @property
+    def buffer(self) -> Blocks:
+        """`[num_kv_heads, tiles, 64 * row_bytes]`."""
+        return self._tiles
 
     def _zeros(self, tiles: int) -> tuple[Blocks, Blocks]:
         """(memory, tiles in it that begin on a cache line): slots never written to hold zeros."""

@@ -28,6 +28,58 @@ _MODULES: dict[str, str | None] = {
 _loaded: dict[str, Backend] = {}
 
 
+class Step(Protocol):
+    """One new token of one layer, in a call for its rows and a call for its query (LayerCache).
+
+    Both do what encode, decode, scores, attention and segments.merge do one after the other. False
+    where a number is not finite: nothing that was written may then be used, and the separate calls
+    say what is wrong.
+    """
+
+    def append(
+        self,
+        k: NDArray[np.float32],
+        v: NDArray[np.float32],
+        k_scale: NDArray[np.float32] | None,
+        v_scale: NDArray[np.float32] | None,
+        page: NDArray[np.uint8] | None,
+        keys: NDArray[np.uint8],
+        values: NDArray[np.uint8],
+        at: int,
+    ) -> bool:
+        """Encode k, v float32 `[1, num_kv_heads, head_dim]` into slot `at` of a layer's buffers
+        (store.py). `page`: the float16 row of the key's page, uint8 `[num_kv_heads or 1, 2 *
+        head_dim]`, where keys are conditioned. The bytes are those of `Backend.encode`."""
+
+    def attend(
+        self,
+        threads: int | None,
+        q: NDArray[np.float32],
+        keys: NDArray[np.uint8],
+        values: NDArray[np.uint8],
+        at: int,
+        n: int,
+        first: int,
+        scale: float,
+        k_scale: NDArray[np.float32] | None,
+        v_scale: NDArray[np.float32] | None,
+        sink_k: NDArray[np.uint8] | None,
+        sink_v: NDArray[np.uint8] | None,
+        sinks_from: int,
+        pages: NDArray[np.uint8] | None,
+        page: int,
+        phase: int,
+        out: NDArray[np.float32],
+    ) -> bool:
+        """Attention of q `[1, num_heads, head_dim_k]` over rows `first` to n - 1 of the n that
+        begin in slot `at`, to `out` `[1, num_heads, head_dim_v]`.
+
+        Sinks from `sinks_from` on (f16 rows, `[num_kv_heads, sinks, bytes]`) are joined to it. Row
+        t is of page (phase + t) // page; `pages` uint8 `[n_pages, num_kv_heads or 1, bytes]` are
+        what the conditioner adds, page 0 where one of them serves all rows.
+        """
+
+
 class Backend(Protocol):
     """What every backend offers; docs/architecture.md states shapes and dtypes."""
 
@@ -66,6 +118,26 @@ class Backend(Protocol):
         self, fmt: Format, side: str, buffer: NDArray[np.uint8], first: int, n: int
     ) -> NDArray[np.uint8]:
         """The n rows from slot `first` on, as they were packed."""
+
+    def step(
+        self,
+        key: Format,
+        value: Format,
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        *,
+        tiled: bool,
+        scale: NDArray[np.float32] | None = None,
+        mean: NDArray[np.float32] | None = None,
+        pairs: int = -1,
+    ) -> Step | None:
+        """The calls for one token of a layer of (num_heads, num_kv_heads) and (head_dim_k,
+        head_dim_v); None where there are only the separate ones.
+
+        `tiled`: its buffers are tiles. `scale` float32 `[num_kv_heads, head_dim_k]`: its keys are
+        conditioned, by page rows that are means, or (`mean`, of that shape, and `pairs` of
+        channels) turns of a mean.
+        """
 
     def attention(
         self,

@@ -325,6 +325,26 @@ class CpuBackend:
         _kernels.unpack(default_threads(), f.name, side, buffer, first, rows)
         return rows
 
+    def step(
+        self,
+        key: str | Format,
+        value: str | Format,
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        *,
+        tiled: bool,
+        scale: NDArray[np.float32] | None = None,
+        mean: NDArray[np.float32] | None = None,
+        pairs: int = -1,
+    ) -> CpuStep | None:
+        """The native calls for one token (see `Backend.step`); None for tiles that this set has to
+        unpack."""
+        if tiled and self.isa not in TILE_ISAS:
+            return None
+        handles = (_handle(format_of(key)), _handle(format_of(value)))
+        arrays = (None if x is None else np.ascontiguousarray(x) for x in (scale, mean))
+        return CpuStep(_kernels.Step(self.isa, tiled, *handles, *heads, *dims, *arrays, pairs))
+
     def attention(
         self,
         q: Any,
@@ -407,6 +427,23 @@ class CpuBackend:
         reason = self.refuses(op, f, head_dim)
         if reason:
             raise RequestError(reason)
+
+
+class CpuStep:
+    """`backends.Step` in native code."""
+
+    def __init__(self, native: Any) -> None:
+        self._append, self._attend = native.append, native.attend
+
+    def append(self, *arrays: Any) -> bool:
+        """See `backends.Step`."""
+        done: bool = self._append(*arrays)
+        return done
+
+    def attend(self, threads: int | None, *arrays: Any) -> bool:
+        """See `backends.Step`."""
+        done: bool = self._attend(_threads(threads), *arrays)
+        return done
 
 
 def _is_torch(x: Any) -> bool:

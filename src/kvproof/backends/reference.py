@@ -86,6 +86,9 @@ class ReferenceBackend:
         """See tiles.unpack."""
         return tiles.unpack(fmt, side, buffer, first, n)
 
+    def step(self, *_: Any, **__: Any) -> None:
+        """None: there are only the separate calls."""
+
     def attention(
         self,
         q: Any,

@@ -107,8 +107,14 @@ def attention(
             f"layer {layer.index}: the model attends over a window of "
             f"{kwargs['sliding_window']}, its cache was made for {layer.window}"
         )
-    out = layer.attention(query[0].transpose(0, 1).float(), scale=scaling)
-    return torch.as_tensor(out).to(query.dtype).unsqueeze(0), None
+    out = layer.attention(_by_token(query), scale=scaling)
+    return torch.as_tensor(out).to(query.dtype)[None], None
+
+
+def _by_token(x: torch.Tensor) -> torch.Tensor:
+    """Rows `[1, heads, n, dim]` as float32 `[n, heads, dim]`, without a copy if they are that."""
+    rows = x[0].transpose(0, 1)
+    return rows if rows.dtype == torch.float32 else rows.float()
 
 
 def _uncached(
@@ -191,8 +197,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"kvproof caches hold one sequence, found a batch of {key_states.shape[0]}: "
                 "generate the sequences one at a time, each with its own cache"
             )
-        rows = [x.detach()[0].transpose(0, 1).float() for x in (key_states, value_states)]
-        self.layer.append(*rows)
+        self.layer.append(_by_token(key_states), _by_token(value_states))
         key_states.kvproof_layer = self.layer
         self.is_initialized = True
         return key_states, value_states
