@@ -21,7 +21,6 @@ namespace kvproof {
 namespace {
 
 constexpr int BLOCK_ROWS = 32;    // query rows per task: 32 x 256 scores are half of an L2 way
-constexpr int FEW_ROWS = 8;       // of a KV head: more are a prompt
 constexpr int TARGET_TASKS = 64;  // enough for the threads of a large machine to even out
 constexpr int SMALLEST_CHUNK = 512;
 // Up to this many row groups each decode the keys for themselves: a tile costs more to store.
@@ -466,7 +465,9 @@ class Attention {
 bool attention(const Kernels& isa, int threads, const Query& q, const Side& keys,
                const Side& values, Mask mask, const Offsets& offsets, float scale, float* out,
                float* lse) {
-  if (q.n * (q.heads / keys.heads) > FEW_ROWS)
+  // Few rows fill panels badly.
+  const int rows = q.n * (q.heads / keys.heads), in_panels = up(rows, isa.panel);
+  if (rows > BLOCK_ROWS || (rows > 8 && rows >= in_panels / 8 * 7))
     return prompt_attention(isa, threads, q, keys, values, mask, offsets, scale, out, lse);
   return Attention(isa, q, keys, values, mask, offsets, scale, out, lse).run(threads);
 }

@@ -244,30 +244,36 @@ bool decode_real_values(const Rows& rows, const Table&, int first, int last, voi
   constexpr int L = I::LANES, size = block_bytes(F);
   const int dim = smaller(rows.dim, last * GROUP) - first * GROUP;
   const int whole = dim / L * L, width = padded(dim);
-  typename I::F check = I::zero();  // 0 * x is NaN exactly where x is not finite
+  // 0 * x is NaN exactly where x is not finite; each sum waits for itself only.
+  constexpr int CHECKS = 4;
+  typename I::F check[CHECKS];
+  for (typename I::F& sum : check) sum = I::zero();
   for (int t = 0; t < rows.n; ++t) {
     const std::uint8_t* p = rows.base + t * rows.stride + first * GROUP * size;
     float* o = static_cast<float*>(out) + std::ptrdiff_t(t) * width;
-    for (int d = 0; d < whole; d += L) {
-      const typename I::F x = load_real<I, F>(p + d * size);
-      check = I::fma(x, I::zero(), check);
+    const auto take = [&](int d, const std::uint8_t* from, typename I::F& sum) {
+      const typename I::F x = load_real<I, F>(from);
+      sum = I::fma(x, I::zero(), sum);
       I::store(o + d, x);
-    }
+    };
+    int d = 0;
+    for (; d + CHECKS * L <= whole; d += CHECKS * L)
+#pragma GCC unroll 4
+      for (int i = 0; i < CHECKS; ++i) take(d + i * L, p + (d + i * L) * size, check[i]);
+    for (; d < whole; d += L) take(d, p + d * size, check[0]);
     if (whole < dim) {
       alignas(64) std::uint8_t tail[L * size] = {};
       std::memcpy(tail, p + whole * size, std::size_t(dim - whole) * size);
-      const typename I::F x = load_real<I, F>(tail);
-      check = I::fma(x, I::zero(), check);
-      I::store(o + whole, x);
+      take(whole, tail, check[0]);
     }
-    for (int d = (dim + L - 1) / L * L; d < width; d += L) I::store(o + d, I::zero());
+    for (d = (dim + L - 1) / L * L; d < width; d += L) I::store(o + d, I::zero());
   }
   // Partners of the last tokens up to a full step: read, multiplied by weight 0, so kept finite.
   const int step = smaller(TILE, (rows.n + 31) / 32 * 32);
   std::memset(static_cast<float*>(out) + std::ptrdiff_t(rows.n) * width, 0,
               std::size_t(step - rows.n) * width * sizeof(float));
   alignas(64) float lanes[L];
-  I::store(lanes, check);
+  I::store(lanes, I::add(I::add(check[0], check[1]), I::add(check[2], check[3])));
   bool ok = true;
   for (int i = 0; i < L; ++i) ok = ok && lanes[i] == 0;
   return ok;

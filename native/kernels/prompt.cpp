@@ -17,9 +17,9 @@
 namespace kvproof {
 namespace {
 
-// Values of a block's queries: with its sums, three quarters of a 512 KiB L2 at most.
+// Values of a block's queries: with its sums and tiles they stay in a 512 KiB L2.
 constexpr int BLOCK_VALUES = 32768;
-constexpr int LEAST_BLOCK = 64, MOST_BLOCK = 256;  // rows
+constexpr int LEAST_BLOCK = 64, MOST_BLOCK = 128;  // rows
 constexpr int TARGET_TASKS = 64;  // enough for the threads of a large machine to even out
 constexpr int SMALLEST_CHUNK = 512;
 constexpr int SLICE_VALUES = SLICE * GROUP;
@@ -53,7 +53,7 @@ class Prompt {
         group_(q.heads / keys.heads),
         rows_(q.n * group_),
         panel_(isa.panel),
-        block_(std::min(up(rows_, panel_), rows_of_block(std::max(key_width_, value_width_)))),
+        block_(std::min(up(rows_, panel_), rows_of_block())),
         blocks_((rows_ + block_ - 1) / block_) {
     // Positions without an element go with one behind the last.
     for (int i = 0; i < key_width_; ++i)
@@ -120,8 +120,11 @@ class Prompt {
     std::int32_t* words;
   };
 
-  static int rows_of_block(int width) {
-    return std::clamp(BLOCK_VALUES / width / LEAST_BLOCK * LEAST_BLOCK, LEAST_BLOCK, MOST_BLOCK);
+  int rows_of_block() const {
+    // Elements cost more to decode than codes do beside their slower products.
+    const bool real = key_path_ == REAL || value_path_ == REAL;
+    const int rows = (real ? 2 : 1) * BLOCK_VALUES / std::max(key_width_, value_width_);
+    return std::clamp(rows / LEAST_BLOCK * LEAST_BLOCK, LEAST_BLOCK, MOST_BLOCK);
   }
 
   void carve(Carver& c, Worker& w) const {
