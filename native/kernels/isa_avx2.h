@@ -103,6 +103,11 @@ struct Avx2 : CodesAvx2 {
     const F mask = _mm256_cmp_ps(z, zero(), _CMP_NGT_UQ);
     return _mm256_xor_ps(x, _mm256_and_ps(mask, set(-0.f)));
   }
+  // p times 2^n, n in the low bits of a float.
+  static F add_exponent(F p, F bits) {
+    return _mm256_castsi256_ps(
+        _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(bits), 23)));
+  }
   static F scale_by_power(F p, W n) {
     const W bits = _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(p, _mm256_castsi256_ps(bits));

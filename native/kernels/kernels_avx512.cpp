@@ -80,6 +80,10 @@ struct Avx512 : CodesAvx2 {
   static F negate_unless_positive(F z, F x) {
     return negated(x, _mm512_cmp_ps_mask(z, zero(), _CMP_NGT_UQ));
   }
+  static F add_exponent(F p, F bits) {
+    return _mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(bits), 23)));
+  }
   static F scale_by_power(F p, W n) {
     const W bits = _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23);
     return _mm512_mul_ps(p, _mm512_castsi512_ps(bits));

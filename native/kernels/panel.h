@@ -94,7 +94,8 @@ inline void products(const float* a, const float* b, std::ptrdiff_t between, std
 template <int N, class Fn>
 inline void each_strip(int n, Fn fn) {
   int i = 0;
-  for (; i + N <= n; i += N) fn(i, std::integral_constant<int, N>{});
+  // Eight are two fours rather than six and two.
+  for (; i + N <= n && n - i != 8; i += N) fn(i, std::integral_constant<int, N>{});
   for (; i + 4 <= n; i += 4) fn(i, std::integral_constant<int, 4>{});
   for (; i < n; i += 2) fn(i, std::integral_constant<int, 2>{});
 }
@@ -143,19 +144,29 @@ void panel_scores_real(const float* query, const float* keys, int width, int n, 
   });
 }
 
-// 2^x for x <= 0 and above -127, relative error below 2e-7. With MASKED exactly 0 below -126.
-template <class I, bool MASKED>
+// 2^x for x up to 1, relative error below 3e-6 (ROUGH) or 2e-7. With MASKED exactly 0 below -126,
+// which -inf is. Sums are in pairs, since the wait for a result costs more here than a product.
+template <class I, bool ROUGH, bool MASKED>
 inline typename I::F power(typename I::F x) {
-  const typename I::F in = I::max(x, I::set(-126.f));
-  const typename I::W n = I::to_words(in);
-  const typename I::F f = I::sub(in, I::to_float(n));
-  typename I::F p = I::set(1.3276472454890609e-3f);
-  p = I::fma(p, f, I::set(9.675540961325169e-3f));
-  p = I::fma(p, f, I::set(5.550713092088699e-2f));
-  p = I::fma(p, f, I::set(2.4022120237350464e-1f));
-  p = I::fma(p, f, I::set(6.931469440460205e-1f));
-  p = I::fma(p, f, I::set(1.f));
-  p = I::scale_by_power(p, n);
+  using F = typename I::F;
+  // Adding 1.5 * 2^23 rounds to an integer, and leaves it in the low bits.
+  const F magic = I::set(12582912.f), in = I::max(x, I::set(-126.f));
+  const F rounded = I::add(in, magic), f = I::sub(in, I::sub(rounded, magic)),
+          square = I::mul(f, f);
+  F p;
+  if constexpr (ROUGH) {
+    p = I::fma(I::set(5.591785907745361e-2f), f, I::set(2.40247443318367e-1f));
+    p = I::fma(I::set(9.570102207362652e-3f), square, p);
+    p = I::fma(p, square, I::fma(I::set(6.931217908859253e-1f), f, I::set(9.999992847442627e-1f)));
+  } else {
+    p = I::fma(I::set(1.3276472454890609e-3f), f, I::set(9.675540961325169e-3f));
+    p = I::fma(p, square, I::fma(I::set(5.550713092088699e-2f), f, I::set(2.4022120237350464e-1f)));
+    p = I::fma(p, square, I::fma(I::set(6.931469440460205e-1f), f, I::set(1.f)));
+  }
+  if constexpr (requires { I::add_exponent(p, rounded); })
+    p = I::add_exponent(p, rounded);
+  else
+    p = I::scale_by_power(p, I::to_words(I::sub(rounded, magic)));
   if constexpr (MASKED) p = I::above(x, -126.f, p);
   return p;
 }
@@ -164,12 +175,13 @@ inline typename I::F power(typename I::F x) {
 // to the new maximum (exactly 0 for -inf, which needs `masked`), or with `unit` (one a token) words
 // of pairs of tokens: 16-bit weights of probability times unit, of which `step` is one; the sum of
 // a row's weights stays below `room`. Returns true if an earlier sum has to be multiplied by alpha.
-template <class I, bool CODED, bool MASKED>
+template <class I, Path VALUES, bool MASKED>
 inline bool panel_softmax_of(float* scores, int n, const float* factor, const float* unit,
                              float room, float* maximum, float* sum, float* alpha,
                              std::int32_t* words, float* step) {
   constexpr int L = I::LANES;
-  constexpr float LOWEST = -3e38f;
+  constexpr float LOWEST = -3e38f, FOURS = 0x1.8p25f;  // a sum with it is a multiple of 4
+  constexpr bool CODED = VALUES != REAL;
   using F = typename I::F;
   const F by[2] = {I::load(factor), I::load(factor + L)};
   F top[2] = {I::load(scores), I::load(scores + L)};
@@ -179,7 +191,10 @@ inline bool panel_softmax_of(float* scores, int n, const float* factor, const fl
   F shift[2], total[2], most[2], all[2];
 #pragma GCC unroll 2
   for (int v = 0; v < 2; ++v) {
-    const F before = I::load(maximum + v * L), now = I::max(before, I::mul(top[v], by[v]));
+    // Maxima are rounded up, so that they, and with them the sums of values, seldom change.
+    const F before = I::load(maximum + v * L), here = I::mul(top[v], by[v]);
+    const F above_it = I::sub(I::add(I::add(here, I::set(2.f)), I::set(FOURS)), I::set(FOURS));
+    const F now = I::max(before, I::max(here, above_it));
     I::store(maximum + v * L, now);
     // A row that saw nothing yet keeps weight 0.
     shift[v] = I::sub(I::zero(), I::max(now, I::set(LOWEST)));
@@ -192,13 +207,13 @@ inline bool panel_softmax_of(float* scores, int n, const float* factor, const fl
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
       float* const s = scores + t * PANEL<I> + v * L;
-      F e = power<I, MASKED>(I::fma(I::load(s), by[v], shift[v]));
+      F e = power<I, CODED, MASKED>(I::fma(I::load(s), by[v], shift[v]));
       total[v] = I::add(total[v], e);
       if constexpr (CODED) {
         e = I::mul(e, I::set(unit[t]));
         const F a = I::abs(e);
         most[v] = I::max(most[v], a);
-        all[v] = I::add(all[v], a);
+        if constexpr (VALUES == BLOCK) all[v] = I::add(all[v], a);
       }
       I::store(s, e);
     }
@@ -207,8 +222,9 @@ inline bool panel_softmax_of(float* scores, int n, const float* factor, const fl
     // One step is the larger of most / 32767 and all / room. Below 1e-30 the reciprocal would
     // overflow, and the weight is nothing.
     for (int v = 0; v < 2; ++v) {
-      const F least = I::max(I::set(1e-30f), I::mul(most[v], I::set(1 / 32767.f)));
-      I::store(step + v * L, I::max(least, I::mul(all[v], I::set(1 / room))));
+      F one = I::max(I::set(1e-30f), I::mul(most[v], I::set(1 / 32767.f)));
+      if constexpr (VALUES == BLOCK) one = I::max(one, I::mul(all[v], I::set(1 / room)));
+      I::store(step + v * L, one);
     }
     alignas(64) float inverse[PANEL<I>];
     for (int j = 0; j < PANEL<I>; ++j) inverse[j] = 1 / step[j];
@@ -231,10 +247,15 @@ template <class I>
 bool panel_softmax(float* scores, int n, bool masked, const float* factor, const float* unit,
                    float room, float* maximum, float* sum, float* alpha, std::int32_t* words,
                    float* step) {
-  const auto of =
-      unit ? (masked ? panel_softmax_of<I, true, true> : panel_softmax_of<I, true, false>)
-           : (masked ? panel_softmax_of<I, false, true> : panel_softmax_of<I, false, false>);
-  return of(scores, n, factor, unit, room, maximum, sum, alpha, words, step);
+  const auto of = [&](auto masks) {
+    constexpr bool MASKED = decltype(masks)::value;
+    // Of row formats any 64 weights have room.
+    return !unit                   ? panel_softmax_of<I, REAL, MASKED>
+           : room < 32767.f * TILE ? panel_softmax_of<I, BLOCK, MASKED>
+                                   : panel_softmax_of<I, ROW, MASKED>;
+  };
+  const auto chosen = masked ? of(std::true_type{}) : of(std::false_type{});
+  return chosen(scores, n, factor, unit, room, maximum, sum, alpha, words, step);
 }
 
 // out [width][panel] += weights x values x step: weights words [pair][panel], values
