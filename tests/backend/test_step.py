@@ -1,5 +1,6 @@
 """One token in a call for its rows and a call for its query, against the separate calls."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,21 @@ def test_torch_queries_in_any_strides_give_torch():
     got, want = fast.attention(q), slow.attention(q)
     assert torch.equal(got, want)
     assert torch.equal(fast.attention(q.bfloat16()), slow.attention(q.bfloat16()))
+
+
+@pytest.mark.parametrize("kind", [None, "rope", "previous"])
+def test_a_copy_of_a_cache_goes_its_own_way(kind):
+    layer, _ = pair_of_layers(cpu.chosen_isa(), "tq4", "tq4", kind=kind, sinks=4)
+    run(layer, 20)
+    other, q, k, v = copy.deepcopy(layer), rows(1, 1, HEADS), rows(1, 2), rows(1, 3)
+    held = layer.k_blocks.copy()
+    other.append(-k, -v)
+    other.attention(q)
+    np.testing.assert_array_equal(layer.k_blocks, held)
+    layer.append(k, v)
+    want = layer.attention(q)
+    again = copy.deepcopy(layer)
+    np.testing.assert_array_equal(again.attention(q), want)
 
 
 @pytest.mark.parametrize("kind", [None, "rope", "previous"])

@@ -430,10 +430,13 @@ class CpuBackend:
 
 
 class CpuStep:
-    """`backends.Step` in native code."""
+    """`backends.Step` in native code: it holds what a layer is, nothing of a text."""
 
     def __init__(self, native: Any) -> None:
         self._append, self._attend = native.append, native.attend
+
+    def __deepcopy__(self, memo: Any) -> CpuStep:
+        return self  # copies of a cache are how transformers reuses a prompt
 
     def append(self, *arrays: Any) -> bool:
         """See `backends.Step`."""
