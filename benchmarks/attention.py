@@ -3,6 +3,7 @@
     python benchmarks/attention.py                       # decode: one query after N cached tokens
     python benchmarks/attention.py --prefill             # 512 queries after 8192 tokens
     python benchmarks/attention.py --formats tq4,q8_0/tq4 --shapes 32,8,128,32768 --json out.json
+    python benchmarks/attention.py --scaling             # threads 1 and all, 1k to 128k tokens
 
 By default every format that has a kernel is timed for keys and values, and the pairs in PAIRS.
 
@@ -51,6 +52,7 @@ ENCODED = 2048  # tokens that are encoded; longer caches repeat them
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 TOO_SLOW = 8.0  # times the fastest torch variant of the warm-up
 FOLDED_BF16 = "torch bf16 folded"  # the strongest baseline on a quiet machine: never left out
+LENGTHS = (1024, 4096, 16384, 65536, 131072)
 REST = 0.01  # seconds
 CALLS = 5  # of a visit
 Run = Callable[[], object]
@@ -110,7 +112,14 @@ def encoded(be: CpuBackend, name: str, x: np.ndarray) -> np.ndarray:
     return np.tile(rows, (1, times, 1))[:, : x.shape[1]].copy().transpose(1, 0, 2)
 
 
-def ours(be: CpuBackend, name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[Run, int]:
+def ours(
+    be: CpuBackend,
+    name: str,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    threads: int | None = None,
+) -> tuple[Run, int]:
     """A call on encoded rows as a cache of this backend holds them, and the bytes it reads."""
     key, value = pair_of(name)
     rows = encoded(be, key, k), encoded(be, value, v)
@@ -122,7 +131,8 @@ def ours(be: CpuBackend, name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray)
             store.move(0, 0, n)
             store.write(0, rows[i])
             sides[i] = store.view(0, n)
-    return lambda: be.attention(q, *sides, key=key, value=value), sum(r.nbytes for r in rows)
+    nbytes = sum(r.nbytes for r in rows)
+    return lambda: be.attention(q, *sides, key=key, value=value, threads=threads), nbytes
 
 
 def torch_variants(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, Run]:
@@ -236,6 +246,50 @@ def show(rows: list[dict[str, Any]]) -> None:
             print(f"  not told apart from {against}: {', '.join(close)}")
 
 
+def scaling(
+    be: CpuBackend, names: list[str], shape: tuple[int, ...], threads: list[int], rounds: int
+) -> list[dict[str, Any]]:
+    """One query after LENGTHS tokens by number of threads, all in the same rounds; the time of a
+    token in the cache should not depend on how many there are."""
+    heads, kv_heads, dim = shape[:3]
+    runs: dict[tuple[str, int, int], Run] = {}
+    q = gaussian(0, 1, heads, dim)
+    for n in LENGTHS:
+        k, v = gaussian(1, kv_heads, n, dim), gaussian(2, kv_heads, n, dim)
+        for name in names:
+            if why_not(be, name, dim) is None:
+                for t in threads:
+                    runs[name, n, t] = ours(be, name, q, k, v, t)[0]
+    times: dict[tuple[str, int, int], list[float]] = {key: [] for key in runs}
+    order = list(runs)
+    shuffle = np.random.default_rng(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for key in order:
+            times[key].append(visit(runs[key])[1])
+    table = []
+    for (name, n, t), found in times.items():
+        speedup = interleaved_ratio(found, times[name, n, threads[0]])
+        median = float(np.median(found))
+        table.append({
+            "shape": [*shape[:3], n], "n_q": 1, "name": name, "threads": t, "baseline": name,
+            "median_ms": median * 1e3, "min_ms": min(found) * 1e3, "rounds": rounds,
+            "ns_per_token": median / n * 1e9, "min_ns_per_token": min(found) / n * 1e9,
+            "ratio": speedup.value, "low": speedup.low, "high": speedup.high,
+        })  # fmt: skip
+    return table
+
+
+def show_scaling(rows: list[dict[str, Any]]) -> None:
+    print(f"\n(heads, kv heads, head_dim) = {tuple(rows[0]['shape'][:3])}: one query; ns a token "
+          "in the cache, and speed against the fewest threads")  # fmt: skip
+    for r in rows:
+        print(f"  {r['name']:12s} {r['shape'][3]:7d} tokens  {r['threads']} threads "
+              f"{r['median_ms']:9.3f} ms (min {r['min_ms']:9.3f})  {r['ns_per_token']:7.1f} ns "
+              f"(min {r['min_ns_per_token']:.1f})  {r['ratio']:.2f}x "
+              f"[{r['low']:.2f}, {r['high']:.2f}]")  # fmt: skip
+
+
 def record(be: CpuBackend, row: dict[str, Any], environment: dict[str, Any]) -> Evidence:
     """A row as evidence. Not a "speed" record: those belong to a decision and need a gate."""
     heads, kv_heads, dim, n = row["shape"]
@@ -244,6 +298,8 @@ def record(be: CpuBackend, row: dict[str, Any], environment: dict[str, Any]) -> 
         "baseline": row["baseline"], "num_heads": heads, "num_kv_heads": kv_heads,
         "head_dim": dim, "tokens": n, "n_q": row["n_q"], "torch": environment["torch"],
     }  # fmt: skip
+    if "threads" in row:
+        subject |= {"op": "attention scaling", "threads": row["threads"]}
     metrics = {k: v for k, v in row.items() if isinstance(v, (int, float)) and k != "n_q"}
     return Evidence(
         subject, Outcome.PASSED, metrics, Environment.current(be.environment()), be.digest()
@@ -260,6 +316,7 @@ def main() -> None:
     parser.add_argument(
         "--no-torch", action="store_true", help="our f16 is the baseline (torch dwells when busy)"
     )
+    parser.add_argument("--scaling", action="store_true", help="by threads and tokens, no torch")
     parser.add_argument("--json", help="write all rows here")
     parser.add_argument("--evidence", help="add all rows to this evidence file (JSON Lines)")
     args = parser.parse_args()
@@ -283,6 +340,12 @@ def main() -> None:
             why = why_not(be, name, dim)
             if why:
                 print(f"not timed: {name}: {why}", file=sys.stderr)
+        if args.scaling:
+            threads = sorted({1, args.threads})
+            table = scaling(be, names, (heads, kv_heads, dim), threads, args.rounds)
+            show_scaling(table)
+            rows += table
+            continue
         table = measure(
             be, (heads, kv_heads, dim, n), names, n_q, args.rounds, bandwidth, not args.no_torch
         )
