@@ -80,17 +80,18 @@ struct Isa {
 
 const std::vector<Isa>& known_isas() {
   const Kernels *avx2 = nullptr, *avx2vnni = nullptr, *avx512 = nullptr;
-  const TileKernels *tiles512 = nullptr, *amx = nullptr;
+  const TileKernels *tiles256 = nullptr, *tiles512 = nullptr, *amx = nullptr;
 #if defined(__x86_64__)
   avx2 = &kernels_avx2;
   avx2vnni = &kernels_avx2vnni;
   avx512 = &kernels_avx512;
+  tiles256 = &tiles_avx2vnni;
   tiles512 = &tiles_avx512;
   amx = &tiles_amx;
 #endif
   static const std::vector<Isa> all{{"scalar", &kernels_scalar, &tiles_scalar, ""},
                                     {"avx2", avx2, nullptr, missing_for_avx2()},
-                                    {"avx2vnni", avx2vnni, nullptr, missing_for_avx2vnni()},
+                                    {"avx2vnni", avx2vnni, tiles256, missing_for_avx2vnni()},
                                     {"avx512", avx512, tiles512, missing_for_avx512()},
                                     // Rows are read as by avx512.
                                     {"amx", avx512, amx, missing_for_amx()}};

@@ -124,6 +124,7 @@ constexpr std::size_t RING = 4096;
 
 extern const TileKernels tiles_scalar;
 #if defined(__x86_64__)
+extern const TileKernels tiles_avx2vnni;
 extern const TileKernels tiles_avx512;
 extern const TileKernels tiles_amx;
 #endif

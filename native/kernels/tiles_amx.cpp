@@ -42,9 +42,9 @@ template <int K>
 KVPROOF_INLINE void decode_right(const std::uint8_t* src, int n, const Tables<I, K>& table,
                                  std::uint8_t* out) {
   const auto half = [&](int h) KVPROOF_LAMBDA {
-    visit8<I, K>(src, n, h, table, [&](auto quad, Bytes64 entry, Bytes64 fine) KVPROOF_LAMBDA {
-      store64(out + (8 * h + quad) * LINE, entry);
-      if constexpr (tile_fine(K)) store64(out + RIGHT + (8 * h + quad) * LINE, fine);
+    visit8<I, K>(src, n, h, table, [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
+      store(out + (8 * h + quad) * LINE, entry);
+      if constexpr (tile_fine(K)) store(out + RIGHT + (8 * h + quad) * LINE, fine);
     });
   };
   half(0);
@@ -83,21 +83,21 @@ void decode_values(const TileWork& given, std::uint8_t* out) {
 }
 
 template <int MR>
-KVPROOF_INLINE Ints16 high_of(const std::uint8_t* products, int r) {
-  return load64<Ints16>(products + r * LINE);
+KVPROOF_INLINE Ints high_of(const std::uint8_t* products, int r) {
+  return load<Ints>(products + r * LINE);
 }
 template <int MR>
-KVPROOF_INLINE Ints16 low_of(const std::uint8_t* products, int r) {
-  return load64<Ints16>(products + (MR + r) * LINE);
+KVPROOF_INLINE Ints low_of(const std::uint8_t* products, int r) {
+  return load<Ints>(products + (MR + r) * LINE);
 }
 
 // Scores of MR rows and 16 tokens, in units of the rows' steps.
 template <int MR>
 KVPROOF_INLINE void store_scores(const std::uint8_t* products, const float* scales, float* scores) {
-  const Floats16 scale = load64<Floats16>(scales);
+  const Floats scale = load<Floats>(scales);
   for (int r = 0; r < MR; ++r)
-    store64(scores + r * SUPER,
-            to_floats((high_of<MR>(products, r) << 7) + low_of<MR>(products, r)) * scale);
+    store(scores + r * SUPER,
+          to_floats((high_of<MR>(products, r) << 7) + low_of<MR>(products, r)) * scale);
 }
 
 // Row formats. Each right side of the next block is decoded to where that of this one has just been
@@ -175,15 +175,15 @@ void keys_of_blocks(const TileWork& given) {
   for (int t = 0; t < w.n_tiles; ++t)
     for (int pair = 0; pair < 2; ++pair) {
       const int at = t * TILE + pair * 32;
-      Floats16 sum[2][MR];
+      Floats sum[2][MR];
       for (int i = 0; i < 2; ++i)
         for (int r = 0; r < MR; ++r) sum[i][r] = all(0.f);
       // Products of both lanes with half b, and with its fine entries.
       const auto add = [&](int b, const std::uint8_t* p, const std::uint8_t* fine) KVPROOF_LAMBDA {
         for (int i = 0; i < 2; ++i, p += PRODUCTS, fine += PRODUCTS) {
-          const Floats16 scale = load64<Floats16>(w.scales + b * SUPER + at + 16 * i);
+          const Floats scale = load<Floats>(w.scales + b * SUPER + at + 16 * i);
           for (int r = 0; r < MR; ++r) {
-            Ints16 low = low_of<MR>(p, r);
+            Ints low = low_of<MR>(p, r);
             if constexpr (tile_fine(K)) low += high_of<MR>(fine, r);
             sum[i][r] += to_floats((high_of<MR>(p, r) << 7) + low) * scale;
           }
@@ -256,7 +256,7 @@ void keys_of_blocks(const TileWork& given) {
         }
       }
       for (int i = 0; i < 2; ++i)
-        for (int r = 0; r < MR; ++r) store64(w.scores + r * SUPER + at + 16 * i, sum[i][r]);
+        for (int r = 0; r < MR; ++r) store(w.scores + r * SUPER + at + 16 * i, sum[i][r]);
     }
 }
 
@@ -308,9 +308,9 @@ KVPROOF_INLINE void values_by_twos(const TileWork& w, const Tables<I, K>& table,
   }
   for (int i = 0; i < 2; ++i)
     for (int r = 0; r < MR; ++r) {
-      Ints16 low = low_of<MR>(products + i * LEFT, r);
+      Ints low = low_of<MR>(products + i * LEFT, r);
       if constexpr (tile_fine(K)) low += high_of<MR>(products + (2 + i) * LEFT, r);
-      add_values(w, r, g + i, b, high_of<MR>(products + i * LEFT, r), low);
+      add_values(w, r, (g + i) * 16, b, high_of<MR>(products + i * LEFT, r), low);
     }
 }
 
@@ -324,7 +324,8 @@ KVPROOF_INLINE void values_by_fours(const TileWork& w, const Tables<I, K>& table
     const std::uint8_t* const p = products[g / 4 % 2];
     for (int i = 0; i < 4; ++i)
       for (int r = 0; r < MR; ++r)
-        add_values(w, r, g + i, 0, high_of<MR>(p + i * LEFT, r), low_of<MR>(p + i * LEFT, r));
+        add_values(w, r, (g + i) * 16, 0, high_of<MR>(p + i * LEFT, r),
+                   low_of<MR>(p + i * LEFT, r));
   };
   int next_group = 0, next_tile = 0;
   for (int g = 0; g < groups; g += 4) {
@@ -454,7 +455,7 @@ void values_decoded(const TileWork& given) {
       for (int i = 0; i < 4; ++i)
         for (int r = 0; r < OCTET; ++r) {
           const std::uint8_t* const p = products[g / 2 % 2] + i * LEFT;
-          add_values(i < 2 ? w : next, r, g + i % 2, tile_blocks(K) ? g / 2 : 0,
+          add_values(i < 2 ? w : next, r, (g + i % 2) * 16, tile_blocks(K) ? g / 2 : 0,
                      high_of<OCTET>(p, r), low_of<OCTET>(p, r));
         }
     };

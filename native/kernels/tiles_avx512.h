@@ -14,31 +14,33 @@ namespace {
 
 template <int SHIFT>
 struct Avx512Tiles {
-  static constexpr int OFFSET = SHIFT;
+  static constexpr int OFFSET = SHIFT, ROWS = 8;
+  static constexpr bool SIX_BITS = true;
   using Table = __m512i;
   static KVPROOF_INLINE Table table(const std::uint8_t* p) { return _mm512_load_si512(p); }
-  static KVPROOF_INLINE Bytes64 look_up(Table t, Bytes64 index) {
-    return Bytes64(_mm512_permutexvar_epi8(__m512i(index), t));
+  template <int K, int COPY>
+  static KVPROOF_INLINE Bytes look_up(Table t, Bytes index) {
+    return Bytes(_mm512_permutexvar_epi8(__m512i(index), t));
   }
   template <int MASK>
-  static KVPROOF_INLINE Bytes64 merge(Bytes64 a, Bytes64 b) {  // mask ? a : b
-    return Bytes64(_mm512_ternarylogic_epi32(_mm512_set1_epi8(MASK), __m512i(a), __m512i(b), 0xca));
+  static KVPROOF_INLINE Bytes merge(Bytes a, Bytes b) {  // mask ? a : b
+    return Bytes(_mm512_ternarylogic_epi32(_mm512_set1_epi8(MASK), __m512i(a), __m512i(b), 0xca));
   }
-  static KVPROOF_INLINE Bytes64 bytes(Bytes64 x) { return OFFSET ? x ^ std::uint8_t(OFFSET) : x; }
-  static KVPROOF_INLINE Ints16 dot(Ints16 sum, Bytes64 entry, const std::int8_t* a) {
+  static KVPROOF_INLINE Bytes bytes(Bytes x) { return OFFSET ? x ^ std::uint8_t(OFFSET) : x; }
+  static KVPROOF_INLINE Ints dot(Ints sum, Bytes entry, const std::int8_t* a) {
     std::int32_t four;
     std::memcpy(&four, a, 4);
-    return Ints16(_mm512_dpbusd_epi32(__m512i(sum), __m512i(entry), _mm512_set1_epi32(four)));
+    return Ints(_mm512_dpbusd_epi32(__m512i(sum), __m512i(entry), _mm512_set1_epi32(four)));
   }
-  static KVPROOF_INLINE Floats16 larger(Floats16 a, Floats16 b) {
-    return Floats16(_mm512_max_ps(__m512(a), __m512(b)));
+  static KVPROOF_INLINE Floats larger(Floats a, Floats b) {
+    return Floats(_mm512_max_ps(__m512(a), __m512(b)));
   }
-  static KVPROOF_INLINE Floats16 larger_magnitude(Floats16 a, Floats16 b) {
-    return Floats16(_mm512_range_ps(__m512(a), __m512(b), 0x0b));  // of magnitudes, the larger
+  static KVPROOF_INLINE Floats larger_magnitude(Floats a, Floats b) {
+    return Floats(_mm512_range_ps(__m512(a), __m512(b), 0x0b));  // of magnitudes, the larger
   }
-  static KVPROOF_INLINE float largest(Floats16 x) { return _mm512_reduce_max_ps(__m512(x)); }
-  static KVPROOF_INLINE float total(Floats16 x) { return _mm512_reduce_add_ps(__m512(x)); }
-  static KVPROOF_INLINE std::int32_t total(Ints16 x) { return _mm512_reduce_add_epi32(__m512i(x)); }
+  static KVPROOF_INLINE float largest(Floats x) { return _mm512_reduce_max_ps(__m512(x)); }
+  static KVPROOF_INLINE float total(Floats x) { return _mm512_reduce_add_ps(__m512(x)); }
+  static KVPROOF_INLINE std::int32_t total(Ints x) { return _mm512_reduce_add_epi32(__m512i(x)); }
   static void widen(const std::uint8_t* halves, int n, float* out) {
     for (int i = 0; i < n; i += 16)
       _mm512_storeu_ps(

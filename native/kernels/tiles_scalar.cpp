@@ -6,7 +6,8 @@ namespace kvproof {
 namespace {
 
 struct ScalarTiles {
-  static constexpr int OFFSET = 128;
+  static constexpr int OFFSET = 128, ROWS = 8;
+  static constexpr bool SIX_BITS = true;
   struct Table {
     std::uint8_t entry[64];
   };
@@ -15,29 +16,30 @@ struct ScalarTiles {
     std::memcpy(t.entry, p, 64);
     return t;
   }
-  static Bytes64 look_up(const Table& t, Bytes64 index) {
-    Bytes64 out;
+  template <int K, int COPY>
+  static Bytes look_up(const Table& t, Bytes index) {
+    Bytes out;
     for (int i = 0; i < 64; ++i) out[i] = t.entry[index[i] & 63];
     return out;
   }
   // Bits of MASK from a, the others from b.
   template <int MASK>
-  static Bytes64 merge(Bytes64 a, Bytes64 b) {
+  static Bytes merge(Bytes a, Bytes b) {
     constexpr auto mask = std::uint8_t(MASK), rest = std::uint8_t(~MASK);
     return (a & mask) | (b & rest);
   }
-  static Bytes64 bytes(Bytes64 x) { return x ^ std::uint8_t(OFFSET); }  // stored int8
+  static Bytes bytes(Bytes x) { return x ^ std::uint8_t(OFFSET); }  // stored int8
   // Adds to each lane the products of its four entries with four int8.
-  static Ints16 dot(Ints16 sum, Bytes64 entry, const std::int8_t* a) {
+  static Ints dot(Ints sum, Bytes entry, const std::int8_t* a) {
     for (int i = 0; i < 16; ++i)
       for (int j = 0; j < 4; ++j) sum[i] += std::int32_t(entry[4 * i + j]) * a[j];
     return sum;
   }
-  static Floats16 larger(Floats16 a, Floats16 b) { return a > b ? a : b; }
-  static Floats16 larger_magnitude(Floats16 a, Floats16 b) {
-    return larger(Floats16(Ints16(a) & 0x7fffffff), Floats16(Ints16(b) & 0x7fffffff));
+  static Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+  static Floats larger_magnitude(Floats a, Floats b) {
+    return larger(Floats(Ints(a) & 0x7fffffff), Floats(Ints(b) & 0x7fffffff));
   }
-  static float largest(Floats16 x) {
+  static float largest(Floats x) {
     float top = x[0];
     for (int i = 1; i < 16; ++i) top = x[i] > top ? x[i] : top;
     return top;
