@@ -18,10 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvproof.formats import row, tcq
+from kvproof.formats.base import cuts_below, nearest_code
 
 SEED, HEAD_DIM, ROWS = 20250101, 128, 1024
 PASSES, AVERAGED = 60, 20
 STRETCHES = (0.94, 0.96, 0.98, 1.0, 1.02, 1.04, 1.06)
+# Multiples of the start that tq5's book is trained with; each is refined to its least-squares unit.
+TRIES = tuple(np.float32(m) for m in (0.85, 0.90, 0.95, 1.00, 1.05, 1.10, 1.15))
 WIDTH = {4: 2.2, 3: 2.05, 2: 1.85}  # of the uniform trellis book that training starts from, by bits
 
 Book = NDArray[np.float64]
@@ -45,8 +48,23 @@ def trellis_encoder(code: tcq.Trellis) -> Encoder:
 def scalar_encode(
     book: Book, start: float, x: NDArray[np.float32]
 ) -> tuple[NDArray[np.intp], Book]:
-    """Encode with tq4's unit search and another book."""
-    codes, unit = row.fit_unit(x, tuple(book), np.float32(start))
+    """Encode with a real-valued book, which the tables of row.Search cannot: every try of the unit
+    in float32, the one that explains most energy, and once more with its least-squares unit."""
+    cuts, values = cuts_below(tuple(book)), np.asarray(book, np.float32)
+
+    def fitted(unit: NDArray[np.float32]) -> tuple[NDArray[np.uint8], Book, Book]:
+        codes = nearest_code(x * (1 / unit)[:, None], cuts)
+        correlation = row.lane_sum(x * values[codes])
+        best = correlation / row.lane_sum(values[codes] * values[codes])
+        return codes, best, correlation * best
+
+    base = np.sqrt(row.lane_sum(x * x) / np.float32(x.shape[-1])) * np.float32(start)
+    unit, gain = base, np.full(len(x), -np.inf, np.float32)
+    for multiple in TRIES:
+        _, candidate, explained = fitted(base * multiple)
+        better = explained > gain
+        unit, gain = np.where(better, candidate, unit), np.where(better, explained, gain)
+    codes, unit, _ = fitted(unit)
     return codes.astype(np.intp), unit.astype(np.float64)[:, None]
 
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 
+#include "half.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -15,10 +16,12 @@ namespace {
 
 constexpr std::ptrdiff_t ROWS_PER_TASK = 64;
 // As in Format.encode: a block beyond 2^40 is brought to 2^35..2^36, so that no sum overflows.
+constexpr float TAME = 0x1p40f;
+constexpr std::uint32_t INFINITE = 0x7f800000;
 float tamed(float top) {
   int exponent;
   std::frexp(top, &exponent);
-  return top > 0x1p40f ? std::ldexp(1.f, 36 - exponent) : 1.f;
+  return top > TAME ? std::ldexp(1.f, 36 - exponent) : 1.f;
 }
 
 int tasks_for(std::ptrdiff_t rows) { return int((rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK); }
@@ -143,13 +146,11 @@ void Spin::forward(const Kernels& isa, const float* x, float factor, int dim, fl
     isa.project(scaled, dim, projection, y);
     return;
   }
-  if (!n_parts || !signs) {
+  if (factor != 1 || !n_parts) {
     for (int i = 0; i < dim; ++i) y[i] = x[i] * factor;
-  } else {
-    for (int d = 0; d < dim; d += period)
-      for (int i = 0; i < std::min(period, dim - d); ++i) y[d + i] = x[d + i] * factor * signs[i];
+    x = y;
   }
-  if (n_parts) isa.rotate(y, dim, parts, n_parts);
+  if (n_parts) isa.rotate(x, signs, period, y, parts, n_parts);
   if (after)
     for (int i = 0; i < dim; ++i) y[i] *= after[i % period];
 }
@@ -176,7 +177,7 @@ void Spin::inverse(const Kernels& isa, const float* y, int dim, float* x) const 
     times_signs(y, after, period, dim, x);
   else if (x != y)
     std::memcpy(x, y, std::size_t(dim) * sizeof(float));
-  if (n_parts) isa.rotate(x, dim, parts, n_parts);
+  if (n_parts) isa.rotate(x, nullptr, period, x, parts, n_parts);
   if (signs) times_signs(x, signs, period, dim, x);
 }
 
@@ -188,11 +189,14 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, Coded format, const float
   std::lock_guard<std::mutex> hold(pool.gate());
   const int tasks = tasks_for(rows);
   std::atomic<std::ptrdiff_t> bad{rows};
+  std::atomic<bool> tame{false};
   pool.run(tasks, threads, [&](int task, int) {
     const std::ptrdiff_t first = task * ROWS_PER_TASK, last = std::min(rows, first + ROWS_PER_TASK);
-    if (isa.finite(x + first * dim, (last - first) * dim)) return;
+    const std::uint32_t top = isa.largest_bits(x + first * dim, (last - first) * dim);
+    if (top > to_bits(TAME)) tame.store(true, std::memory_order_relaxed);
+    if (top < INFINITE) return;
     std::ptrdiff_t row = first;
-    while (isa.finite(x + row * dim, dim)) ++row;
+    while (isa.largest_bits(x + row * dim, dim) < INFINITE) ++row;
     std::ptrdiff_t seen = bad.load();
     while (row < seen && !bad.compare_exchange_weak(seen, row)) {
     }
@@ -201,28 +205,39 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, Coded format, const float
 
   const Spin spin(format, dim);
   const std::ptrdiff_t bytes = row_bytes(fmt, dim);
+  // Rows that need no preparation are encoded where they are.
+  const bool rotated = spin.n_parts && !wide(fmt),
+             plain = !rotated && !scale && !(tame && spin.n_parts);
+  const std::ptrdiff_t stride = plain ? dim : (dim + 63) / 64 * 64;
+  const std::ptrdiff_t together = std::clamp<std::ptrdiff_t>(MAX_BATCH / stride, 1, MAX_ROWS);
   std::atomic<std::int64_t> saturated{0}, flushed{0};
   pool.run(tasks, threads, [&](int task, int) {
     const std::ptrdiff_t last = std::min(rows, (task + 1) * ROWS_PER_TASK);
-    alignas(64) float y[MAX_DIM];
+    alignas(64) float y[MAX_BATCH];
+    if (stride != dim) std::memset(y, 0, sizeof y);
     Counts mine;
-    for (std::ptrdiff_t row = task * ROWS_PER_TASK; row < last; ++row) {
-      const float* from = x + row * dim;
-      if (scale) {
-        for (int i = 0; i < dim; ++i) y[i] = from[i] / scale[row];
-      } else if (spin.n_parts) {
-        for (int d = 0; d < dim; d += spin.period) {
-          const int end = std::min(d + spin.period, dim);
-          float top = 0;
-          for (int i = d; i < end; ++i) top = std::max(top, std::fabs(from[i]));
-          const float factor = tamed(top);
-          for (int i = d; i < end; ++i) y[i] = from[i] * factor;
+    for (std::ptrdiff_t row = task * ROWS_PER_TASK; row < last; row += together) {
+      const auto n = int(std::min(together, last - row));
+      for (int r = 0; r < n && !plain; ++r) {
+        const float* const from = x + (row + r) * dim;
+        float* const to = y + r * stride;
+        if (scale) {
+          for (int i = 0; i < dim; ++i) to[i] = from[i] / scale[row + r];
+        } else if (tame) {
+          for (int d = 0; d < dim; d += spin.period) {
+            const int end = std::min(d + spin.period, dim);
+            float top = 0;
+            for (int i = d; i < end; ++i) top = std::max(top, std::fabs(from[i]));
+            const float factor = tamed(top);
+            for (int i = d; i < end; ++i) to[i] = from[i] * factor;
+          }
+          if (rotated) spin.forward(isa, to, 1, dim, to);
+        } else {
+          spin.forward(isa, from, 1, dim, to);
         }
-        if (!wide(fmt)) spin.forward(isa, y, 1, dim, y);
-      } else {
-        std::memcpy(y, from, std::size_t(dim) * sizeof(float));
       }
-      isa.encode[fmt](y, dim, *format.book, out + row * bytes, mine);
+      isa.encode[fmt](plain ? x + row * dim : y, stride, n, dim, *format.book, out + row * bytes,
+                      mine);
     }
     saturated += mine.saturated;
     flushed += mine.flushed;

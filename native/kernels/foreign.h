@@ -62,8 +62,7 @@ inline void put_bits(std::uint8_t* stream, int at, unsigned bits) {  // up to 9;
 template <class I>
 inline void rotate_wide(float* x, const float* before, const float* after) {
   constexpr int L = I::LANES, parts[1] = {WIDE};
-  for (int i = 0; i < WIDE; i += L) I::store(x + i, I::mul(I::load(x + i), I::load(before + i)));
-  rotate<I>(x, WIDE, parts, 1);
+  rotate<I>(x, before, WIDE, x, parts, 1);
   for (int i = 0; i < WIDE; i += L) I::store(x + i, I::mul(I::load(x + i), I::load(after + i)));
 }
 
@@ -178,8 +177,10 @@ inline void sketch_signs(const float* x, const float* table, std::uint8_t* out) 
 }
 
 template <class I, int F>
-void encode_wide(float* x, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
-  for (int b = 0; b < dim / WIDE; ++b, x += WIDE, out += block_bytes(F)) {
+void encode_wide(const float* row, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
+  alignas(64) float x[WIDE];
+  for (int b = 0; b < dim / WIDE; ++b, row += WIDE, out += block_bytes(F)) {
+    std::memcpy(x, row, sizeof x);
     std::memset(out, 0, std::size_t(block_bytes(F)));
     const double length = __builtin_sqrt(sum_of_squares(x, WIDE));
     float norm = float(length);
@@ -205,7 +206,7 @@ void encode_wide(float* x, int dim, const Book& book, std::uint8_t* out, Counts&
         norm /= float(__builtin_sqrt(sum_of_squares(value, WIDE)));
       } else {
         alignas(64) std::uint8_t codes[WIDE];
-        hadamard<I>(x, WIDE);
+        hadamard<I, false>(x, nullptr, x, WIDE, 1);
         nearest<I, 16>(x, WIDE, 1, book, codes);
         for (int j = 0; j < WIDE / 2; ++j)
           out[2 + j] = std::uint8_t(codes[2 * j] | codes[2 * j + 1] << 4);

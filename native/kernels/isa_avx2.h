@@ -10,12 +10,14 @@
 #include "codes_avx2.h"
 #include "foreign.h"
 #include "leaf.h"
+#include "rows_avx2.h"
 #include "trellis.h"
 
 namespace kvproof {
 namespace {
 
 struct Avx2 : CodesAvx2 {
+  using RowStages = RowsAvx2;
   static constexpr bool UNSIGNED_ROWS = true;
   static constexpr bool FUSED_MADD = false;
   using RowValue = std::uint8_t;
@@ -60,20 +62,12 @@ struct Avx2 : CodesAvx2 {
   static F above(F x, float limit, F value) {
     return _mm256_and_ps(mask_above(x, set(limit)), value);
   }
-  // Floats from 0 up compare like their bits, and integers on more ports.
-  static W count_above_positive(W count, F x, F limit) {
-    return _mm256_sub_epi32(count,
-                            _mm256_cmpgt_epi32(_mm256_castps_si256(x), _mm256_castps_si256(limit)));
-  }
   // Sum of sixteen lanes: halves added, 8, 4, 2, 1.
   static float fold(const F* part) {
     const F eight = add(part[0], part[1]);
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-  }
-  static W flip_unless_positive(F z, W n) {
-    return _mm256_xor_si256(n, _mm256_castps_si256(_mm256_cmp_ps(z, zero(), _CMP_NGT_UQ)));
   }
   template <int COUNT>
   static F look_up(const float* entry, W index) {
@@ -94,14 +88,6 @@ struct Avx2 : CodesAvx2 {
   }
   static bool all_below(F x, F limit) {
     return _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ)) == 0xff;
-  }
-  static F tie_magnitude(F z) {  // |z|, one ulp up unless z > 0 (a true mask is -1)
-    const W up = _mm256_castps_si256(_mm256_cmp_ps(z, zero(), _CMP_NGT_UQ));
-    return _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_castps_si256(abs(z)), up));
-  }
-  static F negate_unless_positive(F z, F x) {
-    const F mask = _mm256_cmp_ps(z, zero(), _CMP_NGT_UQ);
-    return _mm256_xor_ps(x, _mm256_and_ps(mask, set(-0.f)));
   }
   // p times 2^n, n in the low bits of a float.
   static F add_exponent(F p, F bits) {

@@ -267,15 +267,44 @@ struct Units {
   float cut[256];                  // nearest byte = number of cuts below, 256: beyond the table
 };
 
+// Bytes by a level or another small index. `change` is what sixteen entries have other bits than
+// the sixteen before them, for sets whose shuffles see as many.
+constexpr int MAX_LEVELS = 128;
+struct LevelTable {
+  alignas(64) std::uint8_t at[MAX_LEVELS];
+  alignas(64) std::uint8_t change[MAX_LEVELS];
+};
+
+// The unit search of tq5, tq4, tq3 and tq2: see rows.h.
+constexpr int MAX_TRIES = 16;
+constexpr int levels_of(int f) { return f == TQ5 ? MAX_LEVELS : 64; }
+constexpr int tries_of(int f) { return f == TQ5 ? MAX_TRIES : 8; }
+struct UnitSearch {
+  float grid;  // width of a position in a row whose root mean square is 1
+  LevelTable cost[MAX_TRIES], entry[MAX_TRIES];
+  std::int32_t beyond[MAX_TRIES];
+  // Magnitudes by buckets, none of which has two cuts: below[bucket] is how many lie below it,
+  // cut[bucket] where the one in it is, or 127. half[]: the positive entries.
+  LevelTable below, cut, half;
+};
+template <int F>
+constexpr int HALF = 1 << (code_bits(F) - 1);
+// Of magnitudes in eighths of a codebook unit.
+template <int F>
+constexpr int SHIFT = F == TQ5 ? 5 : 6;
+template <int F>
+constexpr int BUCKETS = F == TQ5 ? 32 : 16;
+// Rows that are encoded together, and the values of them.
+constexpr int MAX_ROWS = 16, MAX_BATCH = MAX_DIM;
+
 // Everything about a codebook format that Python hands over at import.
 struct Book {
   int count = 0;         // 4, 8, 16 or 32
   float value[32] = {};  // ascending
   float cut[31] = {};    // code = number of cuts < z
-  float start = 0;       // row formats: unit of a unit-variance row,
-  int n_tries = 0;       // and the multiples of it that are tried
-  float tries[16] = {};
+  float start = 0;       // row formats: unit of a unit-variance row
   Table key = {}, value_side = {};
+  const UnitSearch* search = nullptr;               // of the row formats without a trellis
   const Trellis* trellis = nullptr;                 // where it has one,
   const Units* units = nullptr;                     // and its units
   const WideTrellis* wide_trellis = nullptr;        // tbq3_tcq
@@ -366,14 +395,21 @@ struct Kernels {
   void (*scale_row)(float* x, int n, float factor);
   // Query row (stored domain, natural order) -> int16 in natural order; returns the step.
   float (*quantize)(const float* x, int n, int largest, std::int16_t* out);
-  void (*rotate)(float* x, int dim, const int* parts, int n_parts);  // Hadamard blocks, normalised
+  // y = x * signs (null: x) in Hadamard blocks, normalised; signs repeat after `period` values. y
+  // may be x.
+  void (*rotate)(const float* x, const float* signs, int period, float* y, const int* parts,
+                 int n_parts);
   // Every 128 values times a [128][256] table, to 256.
   void (*project)(const float* x, int dim, const float* table, float* out);
 
-  // One row. `y` is scratch of dim floats in the stored domain, overwritten. Formats with blocks of
-  // 128 take the plain basis: their norm comes before the rotation.
-  void (*encode[FORMATS])(float* y, int dim, const Book&, std::uint8_t* out, Counts&);
+  // Up to MAX_ROWS rows of the stored domain, of MAX_BATCH values together; `y` reads 0 from dim to
+  // the next multiple of 64. Formats with blocks of 128 take the plain basis: their norm comes
+  // before the rotation.
+  void (*encode[FORMATS])(const float* y, std::ptrdiff_t stride, int rows, int dim, const Book&,
+                          std::uint8_t* out, Counts&);
   bool (*decode[LAYOUTS])(const std::uint8_t* row, int dim, const Book&, float* out);
+  // Bits of the largest magnitude, as an infinity or more where one is not finite.
+  std::uint32_t (*largest_bits)(const float* x, std::ptrdiff_t n);
   bool (*finite)(const float* x, std::ptrdiff_t n);
 };
 

@@ -8,12 +8,14 @@
 #include "codes_avx2.h"
 #include "foreign.h"
 #include "leaf.h"
+#include "rows_avx512.h"
 #include "trellis.h"
 
 namespace kvproof {
 namespace {
 
 struct Avx512 : CodesAvx2 {
+  using RowStages = RowsAvx512;
   static constexpr bool UNSIGNED_ROWS = false;
   static constexpr bool FUSED_MADD = true;
   using RowValue = std::int16_t;
@@ -40,7 +42,6 @@ struct Avx512 : CodesAvx2 {
   static F above(F x, float limit, F value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set(limit), _CMP_GT_OQ), value);
   }
-  static W count_above_positive(W count, F x, F limit) { return count_above(count, x, limit); }
   // Sum of sixteen lanes: halves added, 8, 4, 2, 1.
   static float fold(const F* part) {
     const __m256 eight =
@@ -48,10 +49,6 @@ struct Avx512 : CodesAvx2 {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-  }
-  static W flip_unless_positive(F z, W n) {
-    return _mm512_mask_xor_epi32(n, _mm512_cmp_ps_mask(z, zero(), _CMP_NGT_UQ), n,
-                                 _mm512_set1_epi32(-1));
   }
   template <int COUNT>
   static F look_up(const float* entry, W index) {
@@ -72,14 +69,6 @@ struct Avx512 : CodesAvx2 {
     }
   }
   static bool all_below(F x, F limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ) == 0xffff; }
-  static F tie_magnitude(F z) {  // |z|, one ulp up unless z > 0
-    const W bits = _mm512_castps_si512(abs(z));
-    return _mm512_castsi512_ps(_mm512_mask_add_epi32(
-        bits, _mm512_cmp_ps_mask(z, zero(), _CMP_NGT_UQ), bits, _mm512_set1_epi32(1)));
-  }
-  static F negate_unless_positive(F z, F x) {
-    return negated(x, _mm512_cmp_ps_mask(z, zero(), _CMP_NGT_UQ));
-  }
   static F add_exponent(F p, F bits) {
     return _mm512_castsi512_ps(
         _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(bits), 23)));

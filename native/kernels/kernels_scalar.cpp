@@ -1,6 +1,7 @@
 // Scalar kernels: the operations of leaf.h as plain loops over four lanes, no intrinsics.
 #include "foreign.h"
 #include "leaf.h"
+#include "rows.h"
 #include "trellis.h"
 
 namespace kvproof {
@@ -69,14 +70,10 @@ struct Scalar {
   static F above(F x, float limit, F value) {
     return each([=](int i) { return x.v[i] > limit ? value.v[i] : 0; });
   }
-  static W count_above_positive(W count, F x, F limit) { return count_above(count, x, limit); }
   // Sum of sixteen lanes: halves added, 8, 4, 2, 1.
   static float fold(const F* part) {
     const F sum = add(add(part[0], part[2]), add(part[1], part[3]));
     return (sum.v[0] + sum.v[2]) + (sum.v[1] + sum.v[3]);
-  }
-  static W flip_unless_positive(F z, W n) {
-    return each_word([=](int i) { return z.v[i] > 0 ? n.v[i] : ~n.v[i]; });
   }
   template <int COUNT>
   static F look_up(const float* entry, W index) {
@@ -84,14 +81,6 @@ struct Scalar {
   }
   static bool all_below(F x, F limit) {
     return x.v[0] < limit.v[0] && x.v[1] < limit.v[1] && x.v[2] < limit.v[2] && x.v[3] < limit.v[3];
-  }
-  static F tie_magnitude(F z) {
-    return each([=](int i) {
-      return from_bits((to_bits(z.v[i]) & 0x7fffffff) + std::uint32_t(!(z.v[i] > 0)));
-    });
-  }
-  static F negate_unless_positive(F z, F x) {
-    return each([=](int i) { return z.v[i] > 0 ? x.v[i] : -x.v[i]; });
   }
   static F scale_by_power(F p, W n) {
     return each([=](int i) { return p.v[i] * from_bits(std::uint32_t(n.v[i] + 127) << 23); });

@@ -893,14 +893,20 @@ void scale_row(float* x, int n, float factor) {
 }
 
 template <class I>
-bool finite(const float* x, std::ptrdiff_t n) {
-  std::uint32_t bad = 0;
+std::uint32_t largest_bits(const float* x, std::ptrdiff_t n) {
+  std::int32_t top = 0;
   for (std::ptrdiff_t i = 0; i < n; ++i) {
-    std::uint32_t bits;
+    std::int32_t bits;
     std::memcpy(&bits, x + i, 4);
-    bad |= std::uint32_t((bits & 0x7f800000) == 0x7f800000);
+    bits &= 0x7fffffff;
+    top = bits > top ? bits : top;
   }
-  return bad == 0;
+  return std::uint32_t(top);
+}
+
+template <class I>
+bool finite(const float* x, std::ptrdiff_t n) {
+  return largest_bits<I>(x, n) < 0x7f800000;
 }
 
 template <class I>
@@ -933,29 +939,81 @@ float quantize(const float* x, int n, int largest, std::int16_t* out) {
   return m > 1e-30f ? m / float(largest) : 0;
 }
 
-// Butterflies in the order of the reference: length 1, 2, 4, ...
-template <class I>
-inline void hadamard(float* x, int n) {
+// The butterflies of length LEN to R * LEN / 2 over x, R vectors at a time, in the order of the
+// reference; of a FIRST pass, those within a vector before, and x * signs before that. With SCALE
+// the results are multiplied by `factor`.
+template <class I, int R, bool SCALE, bool FIRST = false>
+inline void butterflies(const float* x, const float* signs, float* y, int n, int len,
+                        typename I::F factor) {
   constexpr int L = I::LANES;
-  for (int i = 0; i < n; i += L) I::store(x + i, I::butterflies(I::load(x + i)));
-  for (int len = L; len < n; len *= 2)
-    for (int i = 0; i < n; i += 2 * len)
-      for (int j = i; j < i + len; j += L) {
-        const typename I::F a = I::load(x + j), b = I::load(x + j + len);
-        I::store(x + j, I::add(a, b));
-        I::store(x + j + len, I::sub(a, b));
+  for (int i = 0; i < n; i += R * len)
+    for (int j = i; j < i + len; j += L) {
+      typename I::F v[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        v[r] = I::load(x + j + r * len);
+        if constexpr (FIRST) {
+          if (signs) v[r] = I::mul(v[r], I::load(signs + j + r * len));
+          v[r] = I::butterflies(v[r]);
+        }
       }
+#pragma GCC unroll 3
+      for (int half = 1; half < R; half *= 2)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+          if (!(r & half)) {
+            const typename I::F a = v[r], b = v[r + half];
+            v[r] = I::add(a, b);
+            v[r + half] = I::sub(a, b);
+          }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) I::store(y + j + r * len, SCALE ? I::mul(v[r], factor) : v[r]);
+    }
+}
+
+template <class I, int R, bool SCALE>
+inline void first_butterflies(const float* x, const float* signs, float* y, int n, float factor) {
+  if (SCALE && n == R * I::LANES)
+    butterflies<I, R, true, true>(x, signs, y, n, I::LANES, I::set(factor));
+  else
+    butterflies<I, R, false, true>(x, signs, y, n, I::LANES, I::zero());
+}
+
+// y = Hadamard transform of x * signs (null: of x), times `factor` with SCALE; n is a power of two,
+// 16 or more. y may be x.
+template <class I, bool SCALE>
+inline void hadamard(const float* x, const float* signs, float* y, int n, float factor) {
+  constexpr int L = I::LANES;
+  int len = smaller(n, 8 * L);
+  switch (len / L) {
+    case 1:
+      first_butterflies<I, 1, SCALE>(x, signs, y, n, factor);
+      break;
+    case 2:
+      first_butterflies<I, 2, SCALE>(x, signs, y, n, factor);
+      break;
+    case 4:
+      first_butterflies<I, 4, SCALE>(x, signs, y, n, factor);
+      break;
+    default:
+      first_butterflies<I, 8, SCALE>(x, signs, y, n, factor);
+  }
+  const typename I::F scale = I::set(factor);
+  for (; n / len > 8; len *= 8) butterflies<I, 8, false>(y, nullptr, y, n, len, scale);
+  if (n / len == 8)
+    butterflies<I, 8, SCALE>(y, nullptr, y, n, len, scale);
+  else if (n / len == 4)
+    butterflies<I, 4, SCALE>(y, nullptr, y, n, len, scale);
+  else if (n / len == 2)
+    butterflies<I, 2, SCALE>(y, nullptr, y, n, len, scale);
 }
 
 template <class I>
-void rotate(float* x, int, const int* parts, int n_parts) {
-  constexpr int L = I::LANES;
-  for (int p = 0; p < n_parts; x += parts[p], ++p) {
-    const int n = parts[p];
-    hadamard<I>(x, n);
-    const typename I::F factor = I::set(float(1 / __builtin_sqrt(double(n))));
-    for (int i = 0; i < n; i += L) I::store(x + i, I::mul(I::load(x + i), factor));
-  }
+void rotate(const float* x, const float* signs, int period, float* y, const int* parts,
+            int n_parts) {
+  for (int p = 0, d = 0; p < n_parts; d += parts[p], ++p)
+    hadamard<I, true>(x + d, signs ? signs + d % period : nullptr, y + d, parts[p],
+                      float(1 / __builtin_sqrt(double(parts[p]))));
 }
 
 // ---- encode
@@ -1013,40 +1071,6 @@ struct LaneSum {
   float total() const { return I::fold(part); }
 };
 
-// Unit that fits codes nearest(y * inverse) best by least squares, and the energy it explains.
-// Integer codebooks are symmetric: magnitudes are looked up with half of the cuts, and a magnitude
-// is moved up one ulp where z <= 0, so that a tie goes to the lower code as it does for z > 0.
-template <class I, int COUNT, bool CODES>
-inline float fit(const float* y, int n, float inverse, const Book& book, std::uint8_t* codes,
-                 float* explained) {
-  constexpr int L = I::LANES, HALF = COUNT / 2;
-  LaneSum<I> yc, cc;
-  const typename I::F factor = I::set(inverse);
-  for (int i = 0; i < n; i += 16) {
-#pragma GCC unroll 4
-    for (int part = 0; part < LaneSum<I>::PARTS; ++part) {
-      const typename I::F row = I::load(y + i + part * L), z = I::mul(row, factor);
-      const typename I::F a = I::tie_magnitude(z);
-      typename I::W above = I::zero_words();
-#pragma GCC unroll 16
-      for (int k = HALF; k + 1 < COUNT; ++k)
-        above = I::count_above_positive(above, a, I::set(book.cut[k]));
-      const typename I::F magnitude = I::template look_up<HALF>(book.value + HALF, above);
-      if constexpr (CODES) {
-        alignas(64) std::int32_t lanes[L];
-        I::store_words(lanes, I::flip_unless_positive(z, above));  // n or -1 - n
-        for (int j = 0; j < L; ++j) codes[i + part * L + j] = std::uint8_t(HALF + lanes[j]);
-      }
-      const typename I::F c = I::negate_unless_positive(z, magnitude);
-      yc.part[part] = I::add(yc.part[part], I::mul(row, c));
-      cc.part[part] = I::add(cc.part[part], I::mul(c, c));
-    }
-  }
-  const float correlation = yc.total(), unit = correlation / cc.total();
-  *explained = correlation * unit;
-  return unit;
-}
-
 inline void pack4(const std::uint8_t* codes, int n, std::uint8_t* out) {  // n codes -> n / 2 bytes
   const int half = n / 2;
   for (int j = 0; j < half; ++j) out[j] = std::uint8_t(codes[j] | codes[j + half] << 4);
@@ -1092,42 +1116,21 @@ inline float root_mean_square(const float* y, int dim) {
   return __builtin_sqrtf(energy.total() / float(dim));
 }
 
+// In rows.h.
 template <class I, int F>
-void encode_row(float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
-  constexpr int COUNT = 1 << code_bits(F);
-  alignas(64) std::uint8_t codes[MAX_DIM];
-  const float base = root_mean_square<I>(y, dim) * book.start;
-  float unit = base, gain = -__builtin_inff(), explained;
-  for (int i = 0; i < book.n_tries; ++i) {
-    const float candidate =
-        fit<I, COUNT, false>(y, dim, reciprocal(base * book.tries[i]), book, codes, &explained);
-    if (explained > gain) {
-      gain = explained;
-      unit = candidate;
-    }
-  }
-  const bool live = reciprocal(base) != 0 && reciprocal(unit) != 0;
-  unit = fit<I, COUNT, true>(y, dim, reciprocal(unit), book, codes, &explained);
-  if (!live) {
-    unit = base;
-    std::memset(codes, 0, std::size_t(dim));
-  }
-  for (int s = 0; s < dim; s += GROUP) {
-    const int n = smaller(GROUP, dim - s);
-    if constexpr (F == TQ4 || F == TQ5) {
-      if constexpr (F == TQ5) pack1(codes + s, n, 4, out + dim / 2 + s / 8);
-      for (int i = s; F == TQ5 && i < s + n; ++i) codes[i] &= 15;
-      pack4(codes + s, n, out + s / 2);
-    } else {
-      if constexpr (F == TQ3) pack1(codes + s, n, 2, out + dim / 4 + s / 8);
-      pack2(codes + s, n, out + s / 4);
-    }
-  }
-  store_unit<I>(unit, y, dim, out + row_bytes(F, dim), counts);
+void encode_row(const float* y, std::ptrdiff_t stride, int rows, int dim, const Book& book,
+                std::uint8_t* out, Counts& counts);
+
+// One row after the other.
+template <int F, void (*ENCODE)(const float*, int, const Book&, std::uint8_t*, Counts&)>
+void encode_each(const float* y, std::ptrdiff_t stride, int rows, int dim, const Book& book,
+                 std::uint8_t* out, Counts& counts) {
+  for (int r = 0; r < rows; ++r, y += stride, out += row_bytes(F, dim))
+    ENCODE(y, dim, book, out, counts);
 }
 
 template <class I>
-void encode_bytes(float* y, int dim, const Book&, std::uint8_t* out, Counts& counts) {
+void encode_bytes(const float* y, int dim, const Book&, std::uint8_t* out, Counts& counts) {
   const float unit = largest_magnitude<I>(y, dim) / 127;
   const typename I::F inverse = I::set(reciprocal(unit));
   constexpr int L = I::LANES;
@@ -1140,7 +1143,7 @@ void encode_bytes(float* y, int dim, const Book&, std::uint8_t* out, Counts& cou
 }
 
 template <class I, int F>
-void encode_blocks(float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
+void encode_blocks(const float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
   for (int b = 0; b < dim / GROUP; ++b, y += GROUP, out += block_bytes(F)) {
     alignas(64) std::uint8_t codes[GROUP];
     std::uint16_t h;
@@ -1199,7 +1202,7 @@ void encode_blocks(float* y, int dim, const Book& book, std::uint8_t* out, Count
 }
 
 template <class I, int F>
-void encode_real(float* y, int dim, const Book&, std::uint8_t* out, Counts& counts) {
+void encode_real(const float* y, int dim, const Book&, std::uint8_t* out, Counts& counts) {
   int done = 0;
   if constexpr (F == F16) {
     // Whole vectors, as far as nothing overflows.
@@ -1247,7 +1250,7 @@ void encode_real(float* y, int dim, const Book&, std::uint8_t* out, Counts& coun
 // ---------------------------------------------------------------------------------------
 
 template <class I, int F>
-void encode_wide(float* x, int dim, const Book&, std::uint8_t* out, Counts&);
+void encode_wide(const float* x, int dim, const Book&, std::uint8_t* out, Counts&);
 template <class I, int F>
 bool decode_wide(const std::uint8_t* row, int dim, const Book&, float* out);
 template <class I>
@@ -1396,15 +1399,15 @@ void repack(const Rows& rows, const Book& book, std::uint8_t* out, std::ptrdiff_
 
 // In trellis.h.
 template <class I, int F>
-void encode_trellis(float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts);
+void encode_trellis(const float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts);
 
 template <class I, int F>
 constexpr void add_trellis(Kernels& k) {
-  for (int f = 0; f < FORMATS; ++f)
-    if (trellis_of(f) == F) {
-      k.encode[f] = encode_trellis<I, F>;
-      k.repack[f] = repack<I, F>;
-    }
+  constexpr int MORE_STATES = F + 1;
+  static_assert(trellis_of(MORE_STATES) == F);
+  k.encode[F] = encode_each<F, encode_trellis<I, F>>;
+  k.encode[MORE_STATES] = encode_each<MORE_STATES, encode_trellis<I, F>>;
+  k.repack[F] = k.repack[MORE_STATES] = repack<I, F>;
 }
 
 }  // namespace
@@ -1439,7 +1442,7 @@ constexpr void add_layout(Kernels& k) {
   if constexpr (path_of(F) == REAL) {
     k.decode_keys[F] = decode_real_keys<I, F>;
     k.decode_values[F] = k.decode_pairs[F] = decode_real_values<I, F>;
-    k.encode[F] = encode_real<I, F>;
+    k.encode[F] = encode_each<F, encode_real<I, F>>;
   } else {
     k.decode_keys[F] = decode_keys_coded<I, F>;
     if constexpr (F != QJL1_256) {
@@ -1451,11 +1454,11 @@ constexpr void add_layout(Kernels& k) {
     k.score[F][1] = scorer<I, 2, F>();
     k.score[F][2] = scorer<I, 4, F>();
     if constexpr (wide(F))
-      k.encode[F] = encode_wide<I, F>;
+      k.encode[F] = encode_each<F, encode_wide<I, F>>;
     else if constexpr (path_of(F) == BLOCK)
-      k.encode[F] = encode_blocks<I, F>;
+      k.encode[F] = encode_each<F, encode_blocks<I, F>>;
     else if constexpr (F == TQ8)
-      k.encode[F] = encode_bytes<I>;
+      k.encode[F] = encode_each<F, encode_bytes<I>>;
     else if constexpr (F != FIVE)
       k.encode[F] = encode_row<I, F>;
   }
@@ -1520,6 +1523,7 @@ constexpr Kernels make_kernels(const char* name) {
   k.quantize = quantize<I>;
   k.rotate = rotate<I>;
   k.project = project<I>;
+  k.largest_bits = largest_bits<I>;
   k.finite = finite<I>;
   return k;
 }

@@ -37,6 +37,7 @@ static_assert(sizeof FORMAT_NAMES / sizeof *FORMAT_NAMES == FORMATS);
 using Floats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
 using Bytes = nb::ndarray<const std::uint8_t, nb::device::cpu>;
 using Heads = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
+using LevelBytes = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>;
 using OutFloats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
 using OutBytes = nb::ndarray<std::uint8_t, nb::device::cpu, nb::c_contig>;
 using Scales = std::optional<Floats>;
@@ -477,18 +478,72 @@ class Step {
 };
 
 void set_book(const std::string& format, const std::vector<float>& values,
-              const std::vector<float>& cuts, float start, const std::vector<float>& tries) {
+              const std::vector<float>& cuts, float start) {
   const int fmt = format_index(format);
-  if (values.size() > 32 || cuts.size() + 1 != values.size() || tries.size() > 16)
+  if (values.size() > 32 || cuts.size() + 1 != values.size())
     throw std::invalid_argument("bad codebook");
   Book& book = constants.book[fmt];
   book.count = int(values.size());
   std::copy(values.begin(), values.end(), book.value);
   std::copy(cuts.begin(), cuts.end(), book.cut);
   book.start = start;
-  book.n_tries = int(tries.size());
-  std::copy(tries.begin(), tries.end(), book.tries);
   finish_book(fmt, book);
+}
+
+LevelTable level_table(const std::uint8_t* entries, int n) {  // the last entry is repeated
+  LevelTable table{};
+  for (int i = 0; i < MAX_LEVELS; ++i) table.at[i] = entries[i < n ? i : n - 1];
+  std::copy_n(table.at, MAX_LEVELS, table.change);
+  for (int i = 16; i < MAX_LEVELS; ++i) table.change[i] ^= table.at[i - 16];
+  return table;
+}
+
+template <int F>
+void set_tables(float grid, const LevelBytes& cost, const LevelBytes& entry,
+                const std::vector<std::int32_t>& beyond) {
+  constexpr int LEVELS = levels_of(F), TRIES = tries_of(F);
+  Book& book = constants.book[F];
+  if (cost.size() != TRIES * LEVELS || entry.size() != TRIES * LEVELS || beyond.size() != TRIES ||
+      book.count != 2 * HALF<F>)
+    throw std::invalid_argument("bad unit search");
+  UnitSearch& search = constants.search[F];
+  search.grid = grid;
+  for (int k = 0; k < TRIES; ++k) {
+    search.cost[k] = level_table(cost.data() + k * LEVELS, LEVELS);
+    search.entry[k] = level_table(entry.data() + k * LEVELS, LEVELS);
+    search.beyond[k] = beyond[std::size_t(k)];
+  }
+  std::uint8_t half[HALF<F>], below[BUCKETS<F>] = {}, cut[BUCKETS<F>];
+  std::fill_n(cut, BUCKETS<F>, std::uint8_t(127));
+  for (int i = 0; i < HALF<F>; ++i) half[i] = std::uint8_t(book.value[HALF<F> + i]);
+  for (int i = 0; i + 1 < HALF<F>; ++i) {
+    const int at = int(8 * book.cut[HALF<F> + i]), bucket = at >> SHIFT<F>;  // exact
+    if (bucket < 0 || bucket >= BUCKETS<F> - 1 || cut[bucket] != 127)
+      throw std::invalid_argument("codebook entries lie too close or too far");
+    cut[bucket] = std::uint8_t(at & ((1 << SHIFT<F>)-1));
+    for (int b = 0; b < BUCKETS<F>; ++b) below[b] = std::uint8_t(below[b] + (b > bucket));
+  }
+  search.half = level_table(half, HALF<F>);
+  search.below = level_table(below, BUCKETS<F>);
+  search.cut = level_table(cut, BUCKETS<F>);
+  book.search = &search;
+}
+
+// `cost` and `entry` [tries][levels]; the format's book has been set.
+void set_search(const std::string& format, float grid, const LevelBytes& cost,
+                const LevelBytes& entry, const std::vector<std::int32_t>& beyond) {
+  switch (format_index(format)) {
+    case TQ5:
+      return set_tables<TQ5>(grid, cost, entry, beyond);
+    case TQ4:
+      return set_tables<TQ4>(grid, cost, entry, beyond);
+    case TQ3:
+      return set_tables<TQ3>(grid, cost, entry, beyond);
+    case TQ2:
+      return set_tables<TQ2>(grid, cost, entry, beyond);
+    default:
+      throw std::invalid_argument("no unit search for format " + format);
+  }
 }
 
 // Bit j of a set of taps stands for the path's bit j steps ago; the format's book has been set.
@@ -575,7 +630,8 @@ NB_MODULE(_kernels, m) {
   m.attr("FORMATS") = std::vector<std::string>(FORMAT_NAMES, FORMAT_NAMES + FORMATS);
   m.def("isas", &isas);
   m.def("missing_for", &missing_for, "isa"_a);
-  m.def("set_book", &set_book, "format"_a, "values"_a, "cuts"_a, "start"_a, "tries"_a);
+  m.def("set_book", &set_book, "format"_a, "values"_a, "cuts"_a, "start"_a);
+  m.def("set_search", &set_search, "format"_a, "grid"_a, "cost"_a, "entry"_a, "beyond"_a);
   m.def("set_trellis", &set_trellis, "format"_a, "states"_a, "taps0"_a, "taps1"_a, "offsets"_a);
   m.def("set_units", &set_units, "values"_a, "cuts"_a);
   m.def("set_signs", &set_signs, "signs32"_a, "head"_a, "signs128"_a, "polar"_a);

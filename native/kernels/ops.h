@@ -14,6 +14,7 @@ struct Constants {
   Book book[FORMATS];
   Trellis trellis[FORMATS];
   Units units;
+  UnitSearch search[FORMATS];
   float signs32[GROUP];
   float head_signs[MAX_DIM];
   float signs128[2][WIDE];  // of R128, before and after the transform

@@ -57,7 +57,7 @@ inline int trace(const std::uint8_t* decisions, int n, int states, int state, st
 }
 
 template <class I, int F>
-void encode_trellis(float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
+void encode_trellis(const float* y, int dim, const Book& book, std::uint8_t* out, Counts& counts) {
   constexpr int BITS = code_bits(F), ENTRIES = 1 << (BITS - 1);
   const Trellis& trellis = *book.trellis;
   const Units& units = *book.units;

@@ -32,7 +32,7 @@ from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_of
 from kvproof.formats.base import cuts_below, scales
 from kvproof.formats.polar import CENTROIDS, CUTS, RESIDUAL_SIGNS
-from kvproof.formats.row import STARTS, TRIES
+from kvproof.formats.row import EFFORTS, STARTS, search_of
 from kvproof.formats.tcq import CODES, UNIT_CUTS, UNITS
 from kvproof.machine import cpu_model, usable_cpus
 
@@ -65,14 +65,17 @@ def _hand_over_constants() -> None:
         if name in ("q4_polar", "q4_polar_res"):
             # The native rule is cut < z, these formats have cut <= z.
             cuts = [float(c) for c in np.nextafter(CUTS, np.float32(-np.inf))]
-            _kernels.set_book(name, [float(c) for c in CENTROIDS], cuts, 0.0, [])
+            _kernels.set_book(name, [float(c) for c in CENTROIDS], cuts, 0.0)
         elif f.codebook is not None:
             cuts = [float(c) for c in cuts_below(f.codebook)]
-            tries = [float(t) for t in TRIES]
             start = float(CODES[name].start if name in CODES else STARTS.get(name, 0))
-            _kernels.set_book(name, list(f.codebook), cuts, start, tries)
+            _kernels.set_book(name, list(f.codebook), cuts, start)
     for name in ("q4_0", "q4_0_rot"):  # decode by table too: code - 8
-        _kernels.set_book(name, [float(c - 8) for c in range(16)], [0.0] * 15, 0.0, [])
+        _kernels.set_book(name, [float(c - 8) for c in range(16)], [0.0] * 15, 0.0)
+    for name in EFFORTS:
+        search = search_of(name)
+        grid, beyond = float(search.grid), search.beyond.tolist()
+        _kernels.set_search(name, grid, search.cost, search.entry, beyond)
     _kernels.set_units(UNITS, UNIT_CUTS)
     for name, code in CODES.items():
         _kernels.set_trellis(name, code.states, code.taps0, code.taps1, list(code.offsets))

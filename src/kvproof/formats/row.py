@@ -4,12 +4,14 @@ A row (one head of one token) is rotated across the whole head, and every value 
 index of an integer in a small codebook; value = unit * codebook[code]. The integers are Lloyd-Max
 centroids of N(0,1) rounded to int8 (tq5: trained through its encoder; tq8: the code itself), so
 integer dot products are exact and every backend computes the same numbers. The unit is searched for
-the least squared error of the row; all of it is float32 in one fixed order, so that every backend
-writes the same bytes. docs/formats.md gives the byte layout.
+the least squared error of the row, by tables of integers, whose sums are the same in any order, so
+that every backend writes the same bytes. docs/formats.md gives the byte layout.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,6 @@ from kvproof.formats.base import (
     Counters,
     Floats,
     Format,
-    cuts_below,
-    nearest_code,
     pack_nibbles,
     reciprocal,
     store_fp16,
@@ -52,9 +52,66 @@ STARTS = {
     "tq3": np.float32(0.0245),
     "tq2": np.float32(0.0302),
 }
-# Multiples of it that are tried. The error has several minima over the unit, so a search finds
-# better ones than refining a single start; at d = 128 these seven win 13 % of the error.
-TRIES = tuple(np.float32(m) for m in (0.85, 0.90, 0.95, 1.00, 1.05, 1.10, 1.15))
+# Multiples of it that are tried, in 1/250: from 0.82 to 1.24. The error has several minima over the
+# unit, so a search finds better ones than refining a single start.
+LOWEST, HIGHEST, WHOLE = 205, 310, 250
+# Tries and levels by format. Entries that lie closer together need finer ones.
+EFFORTS = {"tq5": (16, 128), "tq4": (8, 64), "tq3": (8, 64), "tq2": (8, 64)}
+
+
+@dataclass(frozen=True)
+class Search:
+    """Tables by which `fit_unit` chooses among T units, over L levels of magnitude.
+
+    Level j is j steps of magnitude; the last one starts where the largest entry is nearest in every
+    try. A position is a magnitude in sixteenths of a step.
+    """
+
+    grid: np.float32  # width of a position in a row whose root mean square is 1
+    cost: NDArray[np.uint8]  # [T, L]: squared error at a level, less that of the best try there
+    beyond: NDArray[np.int32]  # [T]: 16 times the cost of each position beyond the last level
+    entry: NDArray[np.uint8]  # [T, L]: positive codebook entry nearest to a level
+
+
+def search_tables(half: tuple[int, ...], start: np.float32, tries: int, levels: int) -> Search:
+    """The tables of the codebook whose positive entries are `half`; integers throughout, so that
+    they are the same on every machine."""
+    samples = 4  # of a level, whose squared errors are added
+    units = np.linspace(LOWEST, HIGHEST, tries).round().astype(np.int64)[:, None, None]
+    values = np.asarray(half, np.int64)
+    cuts = values[1:] + values[:-1]  # doubled
+    # Everything below is in units of codebook / (WHOLE * fine * 2 * samples).
+    fine = 2 * levels - 3
+    offsets = np.arange(samples) * 2 + 1 - samples
+    places = np.abs(2 * samples * np.arange(levels)[:, None] + offsets)
+    places[-1] = 2 * samples * (levels - 1)  # what lies above is counted by `beyond`
+    step = int(cuts[-1]) * HIGHEST
+    magnitude, centre = step * places, step * 2 * samples * np.arange(levels)[:, None]
+
+    def nearest(at: NDArray[np.int64]) -> NDArray[np.int64]:
+        below = (at[..., None] > units[..., None] * cuts * (fine * samples)).sum(axis=-1)
+        found: NDArray[np.int64] = values[below]
+        return found
+
+    miss = magnitude - units * nearest(magnitude) * (fine * 2 * samples)
+    error = np.square(miss).sum(axis=-1)
+    error -= error.min(axis=0)
+    slope = miss[:, -1].sum(axis=-1) * 2 * (step * 2 * samples)  # 16 times that of a position
+    slope -= slope.min()
+    top = error.max()
+    return Search(
+        np.float32(float(start) * int(cuts[-1]) * HIGHEST / (WHOLE * fine * 16)),
+        ((2 * 255 * error + top) // (2 * top)).astype(np.uint8),
+        ((2 * 255 * slope + top) // (2 * top)).astype(np.int32),
+        nearest(centre)[..., 0].astype(np.uint8),
+    )
+
+
+@cache
+def search_of(name: str) -> Search:
+    """The tables of tq5, tq4, tq3 or tq2."""
+    half = {"tq5": _HALF5, "tq4": _HALF4, "tq3": _HALF3, "tq2": _HALF2}[name]
+    return search_tables(half, STARTS[name], *EFFORTS[name])
 
 
 def groups(n: int) -> list[tuple[int, int]]:
@@ -79,35 +136,45 @@ def lane_sum(terms: Floats) -> Floats:
 
 
 def fit_unit(
-    y: Floats, book: tuple[float, ...], start: np.float32
+    y: Floats, book: tuple[float, ...], start: np.float32, search: Search
 ) -> tuple[NDArray[np.uint8], Floats]:
     """Codes uint8 `[m, n]` and unit float32 `[m]` of rotated rows y `[m, n]`.
 
-    All in float32, sums by `lane_sum`. For each multiple in TRIES: codes = nearest(y * (1 / u)) for
-    u = start * RMS(y) * multiple, and unit = <y, c> / <c, c>, the least-squares unit of the codes;
-    the try with the largest <y, c> * unit (the energy that is explained; the first on a tie) wins.
-    Then once more codes = nearest(y * (1 / unit)) and their least-squares unit. Rows whose
-    1 / u is not finite get code 0 and their u.
+    The try of least cost wins, the first on a tie; the least-squares unit of its entries is refined
+    once: codes = nearest(y / unit), and their least-squares unit. Rows so small that 1 / unit is
+    not finite get code 0 and unit = start * RMS(y).
     """
-    cuts, values = cuts_below(book), np.asarray(book, np.float32)
+    half = np.asarray(book, np.float32)[len(book) // 2 :].astype(np.int64)
+    last = search.cost.shape[1] - 1
+    size = np.sqrt(lane_sum(y * y) / np.float32(y.shape[-1]))
+    grid = size * search.grid
+    scaled = np.rint(np.abs(y) * reciprocal(grid)[:, None])
+    position = np.minimum(scaled, np.float32(32767)).astype(np.int64)
+    level = np.minimum((position + 8) >> 4, last)
+    beyond = np.maximum(position - 16 * last, 0).sum(axis=-1)
+    cost = np.stack([16 * table[level].sum(axis=-1, dtype=np.int64) for table in search.cost])
+    best = np.argmin(cost + search.beyond[:, None] * beyond, axis=0)
+    entry = search.entry[best[:, None], level].astype(np.int64)
+    product = 16 * (level * entry).sum(axis=-1) + half[-1] * beyond
+    unit = _quotient(grid, product, (entry * entry).sum(axis=-1))
 
-    def fitted(unit: Floats) -> tuple[NDArray[np.uint8], Floats, Floats]:
-        codes = nearest_code(y * reciprocal(unit)[:, None], cuts)
-        c = values[codes]
-        correlation = lane_sum(y * c)
-        best = correlation / lane_sum(c * c)
-        return codes, best, correlation * best
-
-    base = np.sqrt(lane_sum(y * y) / np.float32(y.shape[-1])) * start
-    unit, gain = base.copy(), np.full(len(y), -np.inf, np.float32)
-    for multiple in TRIES:
-        _, candidate, explained = fitted(base * multiple)
-        better = explained > gain
-        unit, gain = np.where(better, candidate, unit), np.where(better, explained, gain)
-    codes, final, _ = fitted(unit)
-    live = (reciprocal(base) != 0) & (reciprocal(unit) != 0)
+    eighth = unit * np.float32(0.125)
+    inverse = reciprocal(eighth)
+    z = np.clip(np.rint(y * inverse[:, None]), -32767, 32767).astype(np.int64)
+    index = np.searchsorted((half[1:] + half[:-1]) * 4, np.abs(z), side="left")
+    entry = half[index]
+    unit = _quotient(eighth, (np.abs(z) * entry).sum(axis=-1), (entry * entry).sum(axis=-1))
+    codes = np.where(z < 0, len(half) - 1 - index, len(half) + index).astype(np.uint8)
+    live = (reciprocal(grid) != 0) & (inverse != 0)
     codes[~live] = 0
-    return codes, np.where(live, final, base)
+    return codes, np.where(live, unit, size * start)
+
+
+def _quotient(unit: Floats, numerator: NDArray[np.int64], denominator: NDArray[np.int64]) -> Floats:
+    """`unit * numerator / denominator` in float32, in that order."""
+    product = np.multiply(unit, numerator.astype(np.float32), dtype=np.float32)
+    out: Floats = np.divide(product, denominator.astype(np.float32), dtype=np.float32)
+    return out
 
 
 def _finish(planes: list[Bytes], unit: Floats, y: Floats) -> tuple[Bytes, Counters]:
@@ -178,7 +245,7 @@ def _decode_tq8(b: Bytes) -> NDArray[np.float64]:
 
 
 def _encode_tq5(y: Floats) -> tuple[Bytes, Counters]:
-    codes, unit = fit_unit(y, CODEBOOK5, STARTS["tq5"])
+    codes, unit = fit_unit(y, CODEBOOK5, STARTS["tq5"], search_of("tq5"))
     return _finish([pack_grouped_nibbles(codes & 15), pack_bits(codes >> 4)], unit, y)
 
 
@@ -189,7 +256,7 @@ def _decode_tq5(b: Bytes) -> NDArray[np.float64]:
 
 
 def _encode_tq4(y: Floats) -> tuple[Bytes, Counters]:
-    codes, unit = fit_unit(y, CODEBOOK4, STARTS["tq4"])
+    codes, unit = fit_unit(y, CODEBOOK4, STARTS["tq4"], search_of("tq4"))
     return _finish([pack_grouped_nibbles(codes)], unit, y)
 
 
@@ -198,7 +265,7 @@ def _decode_tq4(b: Bytes) -> NDArray[np.float64]:
 
 
 def _encode_tq3(y: Floats) -> tuple[Bytes, Counters]:
-    codes, unit = fit_unit(y, CODEBOOK3, STARTS["tq3"])
+    codes, unit = fit_unit(y, CODEBOOK3, STARTS["tq3"], search_of("tq3"))
     return _finish([pack_crumbs(codes & 3), pack_bits(codes >> 2)], unit, y)
 
 
@@ -209,7 +276,7 @@ def _decode_tq3(b: Bytes) -> NDArray[np.float64]:
 
 
 def _encode_tq2(y: Floats) -> tuple[Bytes, Counters]:
-    codes, unit = fit_unit(y, CODEBOOK2, STARTS["tq2"])
+    codes, unit = fit_unit(y, CODEBOOK2, STARTS["tq2"], search_of("tq2"))
     return _finish([pack_crumbs(codes)], unit, y)
 
 
