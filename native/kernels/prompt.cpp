@@ -85,15 +85,27 @@ class Prompt {
     carve(measure, layout);
     const std::size_t bytes = measure.used();
     for (int i = 0; i < std::max(1, threads); ++i) pool.scratch(i).at_least(bytes);
-    if (chunks_ > 1)
-      partial_ = static_cast<float*>(
-          pool.shared().at_least(std::size_t(tasks) * partial_size() * sizeof(float)));
     const auto with_scratch = [&](int worker, auto fn) {
       Worker w;
       Carver c(pool.scratch(worker).at_least(bytes));
       carve(c, w);
       fn(w);
     };
+    if (chunks_ > 1) {  // queries are prepared once for all chunks
+      const auto share = [&](Carver c) {
+        partial_ = c.take<float>(std::size_t(tasks) * partial_size());
+        queries_ = c.take<float>(std::size_t(pieces) * block_ * key_width_);
+        factors_ = c.take<float>(std::size_t(pieces) * block_);
+        return c.used();
+      };
+      share(Carver(pool.shared().at_least(share(Carver()))));
+      pool.run(pieces, threads, [&](int task, int worker) {
+        with_scratch(worker, [&](Worker& w) {
+          use_shared(task / blocks_, task % blocks_, w);
+          prepare(task / blocks_, task % blocks_, w);
+        });
+      });
+    }
     std::atomic<bool> ok{true};
     pool.run(tasks, threads, [&](int task, int worker) {
       with_scratch(worker, [&](Worker& w) {
@@ -166,8 +178,21 @@ class Prompt {
     return partial_ + (std::size_t(head * blocks_ + block) * chunks_ + chunk) * partial_size();
   }
 
+  void use_shared(int head, int block, Worker& w) const {
+    const std::ptrdiff_t row = std::ptrdiff_t(head * blocks_ + block) * block_;
+    w.queries = queries_ + row * key_width_;
+    w.factor = factors_ + row;
+  }
+
+  void prepare(int head, int block, Worker& w) const {
+    const int n = rows_of(block), rows = up(n, panel_);
+    const float factor = factor_ * (keys_.head_scale ? keys_.head_scale[head] : 1.f);
+    for (int r = 0; r < rows; ++r)
+      prepare_row(r < n ? query_row(q_, group_, head, block * block_ + r) : nullptr, factor, r, w);
+  }
+
   // Rotates and stores one query row of a block; null fills a panel with a row that scores 0.
-  void prepare(const float* q, float factor, int r, Worker& w) const {
+  void prepare_row(const float* q, float factor, int r, Worker& w) const {
     const std::ptrdiff_t at = std::ptrdiff_t(r / panel_) * panel_ * key_width_;
     const int lane = r % panel_, dim = keys_.dim, stored = keys_.stored();
     if (key_path_ == REAL) {
@@ -219,9 +244,10 @@ class Prompt {
     std::memset(w.sum_of_values, 0, std::size_t(rows) * value_width_ * sizeof(float));
     bool ok = true;
     if (from < to) {
-      const float factor = factor_ * (keys_.head_scale ? keys_.head_scale[head] : 1.f);
-      for (int r = 0; r < rows; ++r)
-        prepare(r < n ? query_row(q_, group_, head, block * block_ + r) : nullptr, factor, r, w);
+      if (chunks_ > 1)
+        use_shared(head, block, w);
+      else
+        prepare(head, block, w);
       for (int t = from; t < to; t += TILE)
         ok &= tile_task(head, block, rows, t, std::min(TILE, to - t), w);
     }
@@ -465,7 +491,7 @@ class Prompt {
   int key_from_[MAX_DIM + GROUP], value_to_[MAX_DIM + GROUP];
   int value_shift_ = 0, chunk_ = 0, chunks_ = 0;
   float room_ = 0;  // of the weights of a tile
-  float* partial_ = nullptr;
+  float *partial_ = nullptr, *queries_ = nullptr, *factors_ = nullptr;
 };
 
 }  // namespace
