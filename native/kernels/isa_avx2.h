@@ -194,14 +194,15 @@ struct Avx2 : CodesAvx2 {
       return _mm256_set_m128(_mm_broadcast_ss(p + 1), _mm_broadcast_ss(p));
   }
 
-  // Hadamard over the eight lanes: each level adds the partner, with odd halves negated.
+  // Hadamard over the eight lanes: each level adds the partner, and odd halves with the other sign.
+  // A product with 1 or -1 is exact, so the fused sum is that of the reference.
   static F butterflies(F x) {
-    const F s1 = _mm256_castsi256_ps(_mm256_set1_epi64x(std::int64_t(0x8000000000000000)));
-    const F s2 = _mm256_setr_ps(0.f, 0.f, -0.f, -0.f, 0.f, 0.f, -0.f, -0.f);
-    const F s4 = _mm256_setr_ps(0.f, 0.f, 0.f, 0.f, -0.f, -0.f, -0.f, -0.f);
-    x = add(_mm256_permute_ps(x, 0xb1), _mm256_xor_ps(x, s1));
-    x = add(_mm256_permute_ps(x, 0x4e), _mm256_xor_ps(x, s2));
-    return add(_mm256_permute2f128_ps(x, x, 0x01), _mm256_xor_ps(x, s4));
+    const F s1 = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1);
+    const F s2 = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1);
+    const F s4 = _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1);
+    x = fma(x, s1, _mm256_permute_ps(x, 0xb1));
+    x = fma(x, s2, _mm256_permute_ps(x, 0x4e));
+    return fma(x, s4, _mm256_permute2f128_ps(x, x, 0x01));
   }
 
   static F load_f16(const std::uint8_t* p) {

@@ -179,11 +179,13 @@ struct Avx512 : CodesAvx2 {
   static F negated(F x, __mmask16 lanes) {
     return _mm512_mask_xor_ps(x, lanes, x, _mm512_set1_ps(-0.f));
   }
+  // A product with 1 or -1 is exact, so the fused sum is that of the reference.
   static F butterflies(F x) {
-    x = add(_mm512_permute_ps(x, 0xb1), negated(x, 0xaaaa));
-    x = add(_mm512_permute_ps(x, 0x4e), negated(x, 0xcccc));
-    x = add(_mm512_shuffle_f32x4(x, x, 0xb1), negated(x, 0xf0f0));
-    return add(_mm512_shuffle_f32x4(x, x, 0x4e), negated(x, 0xff00));
+    const auto turned = [](__mmask16 lanes) { return negated(set(1.f), lanes); };
+    x = fma(x, turned(0xaaaa), _mm512_permute_ps(x, 0xb1));
+    x = fma(x, turned(0xcccc), _mm512_permute_ps(x, 0x4e));
+    x = fma(x, turned(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
+    return fma(x, turned(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
   }
 
   static F load_f16(const std::uint8_t* p) {
