@@ -20,6 +20,7 @@ struct Avx2 : CodesAvx2 {
   using RowStages = RowsAvx2;
   static constexpr bool UNSIGNED_ROWS = true;
   static constexpr bool FUSED_MADD = false;
+  static constexpr bool TOKENS_IN_LANES = true, BYTE_PRODUCTS = false;
   using RowValue = std::uint8_t;
   static constexpr int LANES = 8;
   using F = __m256;

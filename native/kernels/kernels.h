@@ -197,6 +197,8 @@ constexpr bool packed4(int f) {
 }
 // Those that are scored with a token in each lane, where a residual would cost a sum per token.
 constexpr bool scored_by_lanes(int f) { return f == FIVE || (packed4(f) && f != Q4_POLAR_RES); }
+// Those whose keys are bytes: all row formats, and blocks of integers.
+constexpr bool byte_entries(int f) { return path_of(f) == ROW || f == Q8_0 || f == Q4_0; }
 // Code c of a group as value of the group: polar formats pack neighbours into a byte.
 constexpr int value_of_code(int f, int c) {
   return f == Q4_POLAR || f == Q4_POLAR_RES ? c % 16 * 2 + c / 16 : c;
@@ -418,6 +420,8 @@ extern const Kernels kernels_scalar;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx2vnni;
 extern const Kernels kernels_avx512;
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon;
 #endif
 
 }  // namespace kvproof

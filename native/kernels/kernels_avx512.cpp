@@ -18,6 +18,7 @@ struct Avx512 : CodesAvx2 {
   using RowStages = RowsAvx512;
   static constexpr bool UNSIGNED_ROWS = false;
   static constexpr bool FUSED_MADD = true;
+  static constexpr bool TOKENS_IN_LANES = true, BYTE_PRODUCTS = false;
   using RowValue = std::int16_t;
   static constexpr int LANES = 16;
   using F = __m512;

@@ -9,6 +9,7 @@ namespace {
 
 struct Scalar {
   static constexpr bool UNSIGNED_ROWS = false;
+  static constexpr bool TOKENS_IN_LANES = false, BYTE_PRODUCTS = false;
   using RowValue = std::int16_t;
   static constexpr int LANES = 4;
   struct F {

@@ -101,6 +101,16 @@ inline void each_group(int dim, int first, int last, Fn fn) {
       fn(whole, [=](const std::uint8_t* row) { return half_group<I, F>(row, whole, dim); });
 }
 
+// madd with the same pair in all lanes of `pair`, each sum in the lane of its products. The sums of
+// madd itself may come out in other lanes of their register, where a set is faster so.
+template <class I>
+inline typename I::W madd_pair(typename I::W acc, typename I::W a, typename I::W pair) {
+  if constexpr (requires { I::madd_pair(acc, a, pair); })
+    return I::madd_pair(acc, a, pair);
+  else
+    return I::madd(acc, a, pair);
+}
+
 constexpr int MAX_SCALES = TILE * (MAX_DIM / GROUP) + 16;  // and one register of overshoot
 
 // The int16 values of one group of keys, in registers.
@@ -548,7 +558,7 @@ inline void multiply_step(const typename I::Lut& lut, const typename I::W* word,
     std::memcpy(&two, q + r * query_stride, 4);
     const typename I::W qv = I::held(I::set_words(two));
 #pragma GCC unroll 2
-    for (int p = 0; p < 2; ++p) sums[2 * r + p] = I::madd(sums[2 * r + p], key[p], qv);
+    for (int p = 0; p < 2; ++p) sums[2 * r + p] = madd_pair<I>(sums[2 * r + p], key[p], qv);
   }
 }
 
@@ -661,6 +671,12 @@ bool score_lanes(const Rows& rows, const Table& table, const void* query,
   return ok;
 }
 
+// In score_bytes.h.
+template <class I, int MR, int F>
+bool score_bytes(const Rows&, const Table&, const void* query, std::ptrdiff_t query_stride,
+                 const float* row_scale, const std::int32_t* start, float* scales, float* out,
+                 std::ptrdiff_t plane);
+
 // ---- softmax and weights
 // -------------------------------------------------------------------------
 
@@ -764,7 +780,8 @@ inline void offset_start(const std::int32_t* words, int pairs, int offset, std::
     const typename I::W ones = I::set_words(0x00010001);
     typename I::W total = I::zero_words();
     for (int i = 0; i < pairs * MR; i += L)  // past the end the weights are 0
-      total = I::madd(total, I::load_words(reinterpret_cast<const std::int16_t*>(words + i)), ones);
+      total = madd_pair<I>(total, I::load_words(reinterpret_cast<const std::int16_t*>(words + i)),
+                           ones);
     alignas(64) std::uint32_t lanes[L];
     I::store_words(lanes, total);
     for (int i = 0; i < L; ++i) sum[i % MR] += lanes[i];
@@ -834,7 +851,7 @@ inline void accumulate_coded(const std::int32_t* w, const float* step, const std
     for (int r = 0; r < MR; ++r) {
       const typename I::W ww = I::held(I::set_words(words[r]));
 #pragma GCC unroll 4
-      for (int i = 0; i < ND; ++i) acc[r][i] = I::madd(acc[r][i], ww, vv[i]);
+      for (int i = 0; i < ND; ++i) acc[r][i] = madd_pair<I>(acc[r][i], vv[i], ww);
     }
   };
   for (; pairs > 1; pairs -= 2, v += 4 * width, w += 2 * MR) {
@@ -1429,7 +1446,9 @@ using Layouts =
 // Sets of 4 lanes have no use for the special ones.
 template <class I, int MR, int F>
 constexpr auto scorer() {
-  if constexpr (I::LANES >= 8 && scored_by_lanes(F))
+  if constexpr (I::BYTE_PRODUCTS && byte_entries(F))
+    return score_bytes<I, MR, F>;
+  else if constexpr (I::TOKENS_IN_LANES && scored_by_lanes(F))
     return score_lanes<I, MR, F>;
   else if constexpr (I::LANES >= 8 && wide(F))
     return score_wide<I, MR, F>;
@@ -1480,8 +1499,8 @@ constexpr Kernels make_kernels(const char* name) {
   k.unsigned_rows = I::UNSIGNED_ROWS;
   k.key_element = I::key_element;
   k.score_element = [](int format, int position) {
-    return I::LANES >= 8 && scored_by_lanes(format) ? lane_element(position)
-                                                    : I::key_element(format, position);
+    return I::TOKENS_IN_LANES && scored_by_lanes(format) ? lane_element(position)
+                                                         : I::key_element(format, position);
   };
   k.value_element = I::value_element;
   add_layouts<I>(k, Layouts{});

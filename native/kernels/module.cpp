@@ -10,13 +10,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
-#include <memory>
 #include <optional>
+#include <span>
 #include <stdexcept>
 
+#include "books.h"
 #include "cpu.h"
-#include "half.h"
 #include "ops.h"
 #include "pool.h"
 #include "step.h"
@@ -27,12 +26,6 @@ using namespace nb::literals;
 
 namespace kvproof {
 namespace {
-
-constexpr const char* FORMAT_NAMES[] = {
-    "f16",     "bf16",     "fp8_e4m3", "q8_0",     "q4_0",         "tbq4_0",   "tbq3_0",  "tq4",
-    "tq3",     "q4_0_rot", "tq8",      "tq5",      "tq2",          "tcq4",     "tcq4_64", "tcq3",
-    "tcq3_64", "tcq2",     "tcq2_64",  "q4_polar", "q4_polar_res", "tbq3_tcq", "qjl1_256"};
-static_assert(sizeof FORMAT_NAMES / sizeof *FORMAT_NAMES == FORMATS);
 
 using Floats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
 using Bytes = nb::ndarray<const std::uint8_t, nb::device::cpu>;
@@ -45,32 +38,6 @@ using TileBytes = nb::ndarray<std::uint8_t, nb::ndim<3>, nb::device::cpu>;
 using RowBytes = nb::ndarray<std::uint8_t, nb::ndim<3>, nb::device::cpu>;
 using Buffer = nb::ndarray<std::uint8_t, nb::ndim<3>, nb::device::cpu, nb::c_contig>;
 
-int format_index(const std::string& name) {
-  for (int f = 0; f < FORMATS; ++f)
-    if (name == FORMAT_NAMES[f]) return f;
-  throw std::invalid_argument("no kernel for format " + name);
-}
-
-// Books of formats that exist with several codebooks or projections, by the identity of the format,
-// which names its digest. They are added once and stay: a call holds a reference without a lock.
-struct Variant {
-  int fmt;
-  Book book;
-  std::vector<float> projection;
-  WideTrellis trellis;
-};
-std::map<std::string, std::unique_ptr<Variant>> variants;
-
-bool has_variants(int fmt) { return fmt == TBQ3_TCQ || fmt == QJL1_256; }
-
-Coded coded_of(const std::string& identity) {
-  const auto found = variants.find(identity);
-  if (found != variants.end()) return {found->second->fmt, &found->second->book};
-  const int fmt = format_index(identity);
-  if (has_variants(fmt)) throw std::invalid_argument(identity + " needs a codebook or projection");
-  return {fmt, &constants.book[fmt]};
-}
-
 // Every instruction set that there are kernels for, best last; null where this build has none.
 struct Isa {
   const char* name;
@@ -80,6 +47,7 @@ struct Isa {
 };
 
 const std::vector<Isa>& known_isas() {
+  const Kernels* neon = nullptr;
   const Kernels *avx2 = nullptr, *avx2vnni = nullptr, *avx512 = nullptr;
   const TileKernels *tiles256 = nullptr, *tiles512 = nullptr, *amx = nullptr;
 #if defined(__x86_64__)
@@ -89,8 +57,11 @@ const std::vector<Isa>& known_isas() {
   tiles256 = &tiles_avx2vnni;
   tiles512 = &tiles_avx512;
   amx = &tiles_amx;
+#elif defined(__aarch64__)
+  neon = &kernels_neon;
 #endif
   static const std::vector<Isa> all{{"scalar", &kernels_scalar, &tiles_scalar, ""},
+                                    {"neon", neon, nullptr, missing_for_neon()},
                                     {"avx2", avx2, nullptr, missing_for_avx2()},
                                     {"avx2vnni", avx2vnni, tiles256, missing_for_avx2vnni()},
                                     {"avx512", avx512, tiles512, missing_for_avx512()},
@@ -130,7 +101,8 @@ Side side_of(const Coded& format, const Bytes& blocks, int dim, const Scales& sc
   if (stored_dim(fmt, dim) > MAX_DIM || blocks.ndim() != 3 || dim < 1 || dim > MAX_DIM ||
       std::ptrdiff_t(blocks.shape(2)) != row_bytes(fmt, dim) ||
       (blocks.stride(2) != 1 && blocks.shape(2) != 1))
-    throw std::invalid_argument(std::string("blocks do not match ") + FORMAT_NAMES[fmt]);
+    throw std::invalid_argument(std::string("blocks do not match ") +
+                                format_names()[std::size_t(fmt)]);
   return {fmt,
           book,
           blocks.data(),
@@ -206,7 +178,8 @@ TileSide tile_side_of(const Coded& format, const Tiles& tiles, int dim, int firs
   const auto [fmt, book] = format;
   if (!has_tiles(fmt, dim) || std::ptrdiff_t(tiles.shape(2)) != tile_bytes(fmt, dim) ||
       first_row < 0 || n < 1 || std::int64_t(first_row) + n > std::int64_t(tiles.shape(1)) * TILE)
-    throw std::invalid_argument(std::string("tiles do not match ") + FORMAT_NAMES[fmt]);
+    throw std::invalid_argument(std::string("tiles do not match ") +
+                                format_names()[std::size_t(fmt)]);
   const std::ptrdiff_t stride = std::ptrdiff_t(tiles.shape(2));
   return {fmt,
           book,
@@ -477,149 +450,7 @@ class Step {
   Condition condition_;
 };
 
-void set_book(const std::string& format, const std::vector<float>& values,
-              const std::vector<float>& cuts, float start) {
-  const int fmt = format_index(format);
-  if (values.size() > 32 || cuts.size() + 1 != values.size())
-    throw std::invalid_argument("bad codebook");
-  Book& book = constants.book[fmt];
-  book.count = int(values.size());
-  std::copy(values.begin(), values.end(), book.value);
-  std::copy(cuts.begin(), cuts.end(), book.cut);
-  book.start = start;
-  finish_book(fmt, book);
-}
-
-LevelTable level_table(const std::uint8_t* entries, int n) {  // the last entry is repeated
-  LevelTable table{};
-  for (int i = 0; i < MAX_LEVELS; ++i) table.at[i] = entries[i < n ? i : n - 1];
-  std::copy_n(table.at, MAX_LEVELS, table.change);
-  for (int i = 16; i < MAX_LEVELS; ++i) table.change[i] ^= table.at[i - 16];
-  return table;
-}
-
-template <int F>
-void set_tables(float grid, const LevelBytes& cost, const LevelBytes& entry,
-                const std::vector<std::int32_t>& beyond) {
-  constexpr int LEVELS = levels_of(F), TRIES = tries_of(F);
-  Book& book = constants.book[F];
-  if (cost.size() != TRIES * LEVELS || entry.size() != TRIES * LEVELS || beyond.size() != TRIES ||
-      book.count != 2 * HALF<F>)
-    throw std::invalid_argument("bad unit search");
-  UnitSearch& search = constants.search[F];
-  search.grid = grid;
-  for (int k = 0; k < TRIES; ++k) {
-    search.cost[k] = level_table(cost.data() + k * LEVELS, LEVELS);
-    search.entry[k] = level_table(entry.data() + k * LEVELS, LEVELS);
-    search.beyond[k] = beyond[std::size_t(k)];
-  }
-  std::uint8_t half[HALF<F>], below[BUCKETS<F>] = {}, cut[BUCKETS<F>];
-  std::fill_n(cut, BUCKETS<F>, std::uint8_t(127));
-  for (int i = 0; i < HALF<F>; ++i) half[i] = std::uint8_t(book.value[HALF<F> + i]);
-  for (int i = 0; i + 1 < HALF<F>; ++i) {
-    const int at = int(8 * book.cut[HALF<F> + i]), bucket = at >> SHIFT<F>;  // exact
-    if (bucket < 0 || bucket >= BUCKETS<F> - 1 || cut[bucket] != 127)
-      throw std::invalid_argument("codebook entries lie too close or too far");
-    cut[bucket] = std::uint8_t(at & ((1 << SHIFT<F>)-1));
-    for (int b = 0; b < BUCKETS<F>; ++b) below[b] = std::uint8_t(below[b] + (b > bucket));
-  }
-  search.half = level_table(half, HALF<F>);
-  search.below = level_table(below, BUCKETS<F>);
-  search.cut = level_table(cut, BUCKETS<F>);
-  book.search = &search;
-}
-
-// `cost` and `entry` [tries][levels]; the format's book has been set.
-void set_search(const std::string& format, float grid, const LevelBytes& cost,
-                const LevelBytes& entry, const std::vector<std::int32_t>& beyond) {
-  switch (format_index(format)) {
-    case TQ5:
-      return set_tables<TQ5>(grid, cost, entry, beyond);
-    case TQ4:
-      return set_tables<TQ4>(grid, cost, entry, beyond);
-    case TQ3:
-      return set_tables<TQ3>(grid, cost, entry, beyond);
-    case TQ2:
-      return set_tables<TQ2>(grid, cost, entry, beyond);
-    default:
-      throw std::invalid_argument("no unit search for format " + format);
-  }
-}
-
-// Bit j of a set of taps stands for the path's bit j steps ago; the format's book has been set.
-void set_trellis(const std::string& format, int states, std::uint32_t taps0, std::uint32_t taps1,
-                 const std::vector<int>& offsets) {
-  const int fmt = format_index(format);
-  Book& book = constants.book[fmt];
-  const std::uint32_t window = std::uint32_t(2 * states - 1);
-  if (!has_trellis(fmt) || book.count != 2 << code_bits(fmt) || offsets.empty() ||
-      offsets.size() > 16 || (states != 8 && states != MAX_STATES) || ((taps0 | taps1) & ~window) ||
-      taps0 == 0 || taps1 == 0 || __builtin_popcount(taps0) > MAX_TAPS[0] ||
-      __builtin_popcount(taps1) > MAX_TAPS[1])
-    throw std::invalid_argument("bad trellis");
-  Trellis& trellis = constants.trellis[fmt];
-  trellis = Trellis{};
-  trellis.states = states;
-  trellis.start_bytes = start_bytes(fmt);
-  const std::uint32_t sets[2] = {taps0, taps1};
-  for (int bit = 0; bit < 2; ++bit) {
-    for (int j = 0; sets[bit] >> j; ++j)
-      if (sets[bit] >> j & 1) trellis.tap[bit][trellis.n_taps[bit]++] = j;
-  }
-  trellis.n_offsets = int(offsets.size());
-  std::copy(offsets.begin(), offsets.end(), trellis.offset);
-  for (int i = 0; i < book.count; ++i) {  // entries are integers, so midpoints are exact
-    trellis.entry[i % 4][i / 4] = book.value[i];
-    if (i >= 4) trellis.cut[i % 4][i / 4 - 1] = (book.value[i - 4] + book.value[i]) / 2;
-  }
-  for (std::uint32_t w = 0; w <= window; ++w)
-    trellis.subset_of[w] =
-        std::uint8_t(__builtin_parity(w & taps0) | __builtin_parity(w & taps1) << 1);
-  book.trellis = &trellis;
-  book.units = &constants.units;
-}
-
-void set_units(const Floats& values, const Floats& cuts) {
-  if (values.size() != 256 || cuts.size() != 256) throw std::invalid_argument("bad units");
-  Units& units = constants.units;
-  for (int i = 0; i < 256; ++i) {
-    units.value[i] = values.data()[i];
-    units.half[i] = float_to_half(units.value[i]);
-    units.inverse[i] = i ? 1 / units.value[i] : 0;
-    units.cut[i] = cuts.data()[i];
-  }
-}
-
-// `table` is the 512 values of a trellis or a [128][256] projection. Adding an identity twice
-// leaves the first: it names the contents.
-void add_variant(const std::string& format, const std::string& identity, const Floats& table) {
-  const int fmt = format_index(format);
-  const std::size_t size = fmt == QJL1_256 ? WIDE * SKETCH : WideTrellis::STATES;
-  if (!has_variants(fmt) || table.size() != size) throw std::invalid_argument("bad table");
-  auto v = std::make_unique<Variant>();
-  v->fmt = fmt;
-  if (fmt == QJL1_256) {
-    v->projection.assign(table.data(), table.data() + size);
-    v->book.projection = v->projection.data();
-  } else {
-    finish_trellis(table.data(), v->trellis);
-    v->book.wide_trellis = &v->trellis;
-    v->book.before = constants.signs128[0];
-    v->book.after = constants.signs128[1];
-  }
-  variants.try_emplace(identity, std::move(v));
-}
-
-void set_signs(const Floats& signs32, const Floats& head, const Floats& signs128,
-               const Floats& polar) {
-  if (signs32.size() != GROUP || head.size() != MAX_DIM || signs128.size() != 2 * WIDE ||
-      polar.size() != WIDE)
-    throw std::invalid_argument("bad signs");
-  std::memcpy(constants.signs128, signs128.data(), sizeof constants.signs128);
-  std::memcpy(constants.polar_signs, polar.data(), sizeof constants.polar_signs);
-  std::memcpy(constants.signs32, signs32.data(), sizeof constants.signs32);
-  std::memcpy(constants.head_signs, head.data(), sizeof constants.head_signs);
-}
+std::span<const float> span(const Floats& x) { return {x.data(), x.size()}; }
 
 }  // namespace
 }  // namespace kvproof
@@ -627,15 +458,42 @@ void set_signs(const Floats& signs32, const Floats& head, const Floats& signs128
 NB_MODULE(_kernels, m) {
   using namespace kvproof;
   m.attr("MAX_DIM") = MAX_DIM;
-  m.attr("FORMATS") = std::vector<std::string>(FORMAT_NAMES, FORMAT_NAMES + FORMATS);
+  m.attr("FORMATS") = format_names();
   m.def("isas", &isas);
   m.def("missing_for", &missing_for, "isa"_a);
-  m.def("set_book", &set_book, "format"_a, "values"_a, "cuts"_a, "start"_a);
-  m.def("set_search", &set_search, "format"_a, "grid"_a, "cost"_a, "entry"_a, "beyond"_a);
-  m.def("set_trellis", &set_trellis, "format"_a, "states"_a, "taps0"_a, "taps1"_a, "offsets"_a);
-  m.def("set_units", &set_units, "values"_a, "cuts"_a);
-  m.def("set_signs", &set_signs, "signs32"_a, "head"_a, "signs128"_a, "polar"_a);
-  m.def("add_variant", &add_variant, "format"_a, "identity"_a, "table"_a);
+  m.def(
+      "set_book",
+      [](const std::string& format, const std::vector<float>& values,
+         const std::vector<float>& cuts, float start) { set_book(format, values, cuts, start); },
+      "format"_a, "values"_a, "cuts"_a, "start"_a);
+  m.def(
+      "set_search",
+      [](const std::string& format, float grid, const LevelBytes& cost, const LevelBytes& entry,
+         const std::vector<std::int32_t>& beyond) {
+        set_search(format, grid, {cost.data(), cost.size()}, {entry.data(), entry.size()}, beyond);
+      },
+      "format"_a, "grid"_a, "cost"_a, "entry"_a, "beyond"_a);
+  m.def(
+      "set_trellis",
+      [](const std::string& format, int states, std::uint32_t taps0, std::uint32_t taps1,
+         const std::vector<int>& offsets) { set_trellis(format, states, taps0, taps1, offsets); },
+      "format"_a, "states"_a, "taps0"_a, "taps1"_a, "offsets"_a);
+  m.def(
+      "set_units",
+      [](const Floats& values, const Floats& cuts) { set_units(span(values), span(cuts)); },
+      "values"_a, "cuts"_a);
+  m.def(
+      "set_signs",
+      [](const Floats& signs32, const Floats& head, const Floats& signs128, const Floats& polar) {
+        set_signs(span(signs32), span(head), span(signs128), span(polar));
+      },
+      "signs32"_a, "head"_a, "signs128"_a, "polar"_a);
+  m.def(
+      "add_variant",
+      [](const std::string& format, const std::string& identity, const Floats& table) {
+        add_variant(format, identity, span(table));
+      },
+      "format"_a, "identity"_a, "table"_a);
   m.def("row_bytes", [](const std::string& f, int dim) { return row_bytes(format_index(f), dim); });
   m.def("scratch_bytes", [] {
     Pool& pool = Pool::get();

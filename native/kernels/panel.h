@@ -57,8 +57,8 @@ inline void products(const std::int32_t* a, const std::int32_t* b, std::ptrdiff_
 #pragma GCC unroll 12
         for (int j = 0; j < N; ++j) {
           const typename I::W one = I::held(I::set_words(one_of[j * between]));
-          acc[j][0] = I::madd(acc[j][0], low, one);
-          acc[j][1] = I::madd(acc[j][1], high, one);
+          acc[j][0] = madd_pair<I>(acc[j][0], low, one);
+          acc[j][1] = madd_pair<I>(acc[j][1], high, one);
         }
       },
       [&](int done) {

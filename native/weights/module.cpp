@@ -33,6 +33,10 @@ std::vector<Isa> available() {
   if (missing_for_avx2().empty()) list.push_back({"avx2", &ops_avx2});
   if (missing_for_avx2vnni().empty()) list.push_back({"avx2vnni", &ops_avx2});
   if (missing_for_avx512().empty()) list.push_back({"avx512", &ops_avx512});
+  if (missing_for_amx().empty()) list.push_back({"amx", &ops_avx512});
+#elif defined(__aarch64__)
+  // NEON is what the compiler makes of plain loops there.
+  if (missing_for_neon().empty()) list.push_back({"neon", &ops_scalar});
 #endif
   return list;
 }

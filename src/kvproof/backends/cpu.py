@@ -1,6 +1,6 @@
 """The CPU backend: native kernels, one set per instruction set, chosen once.
 
-`KVPROOF_CPU_ISA` (scalar, avx2, avx2vnni or avx512) forces a set, `KVPROOF_THREADS` the
+`KVPROOF_CPU_ISA` (scalar, neon, avx2, avx2vnni, avx512 or amx) forces a set, `KVPROOF_THREADS` the
 default number of threads. Cached rows are read in place: any strides in the first two axes, no
 repacking. NumPy arrays and torch CPU tensors are taken without copies where they are float32
 (queries, inputs) or uint8 (blocks) and contiguous along the last axis.
