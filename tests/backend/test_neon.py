@@ -60,10 +60,8 @@ def build(isa):
     """The binary of a set, compiled again where any native source changed."""
     compiler, flags, _ = SETS[isa]
     kernels = NATIVE / "kernels"
-    shared = [
-        f for f in sorted(kernels.glob("*.cpp"))
-        if f.stem != "module" and not f.stem.startswith(("kernels_", "tiles"))
-    ]  # fmt: skip
+    sets = tuple(f"_{name}" for name in cpu.isas())
+    shared = [f for f in sorted(kernels.glob("*.cpp")) if not f.stem.endswith((*sets, "module"))]
     own = kernels / f"kernels_{isa}.cpp"
     seen = hashlib.sha256(" ".join([compiler, *FLAGS, *flags]).encode())
     for file in sorted([*kernels.iterdir(), *(NATIVE / "tests").iterdir(), NATIVE / "pool.h"]):
@@ -87,10 +85,10 @@ def build(isa):
     for _, result in done:
         assert result.returncode == 0, result.stderr
     unfinished = folder / "unfinished"
-    subprocess.run(
-        [compiler, "-static", "-pthread", *[str(to) for to, _ in done], "-o", str(unfinished)],
-        check=True,
-    )
+    objects = [str(to) for to, _ in done]
+    link = [compiler, "-static", "-pthread", *objects, "-o", str(unfinished)]
+    linked = subprocess.run(link, capture_output=True, text=True)
+    assert linked.returncode == 0, linked.stderr
     unfinished.rename(binary)
     return binary
 
