@@ -127,6 +127,8 @@ extern const TileKernels tiles_scalar;
 extern const TileKernels tiles_avx2vnni;
 extern const TileKernels tiles_avx512;
 extern const TileKernels tiles_amx;
+#elif defined(__aarch64__)
+extern const TileKernels tiles_neon;
 #endif
 
 }  // namespace kvproof
