@@ -48,6 +48,7 @@ struct Isa {
 
 const std::vector<Isa>& known_isas() {
   const Kernels* neon = nullptr;
+  const TileKernels* tiles128 = nullptr;
   const Kernels *avx2 = nullptr, *avx2vnni = nullptr, *avx512 = nullptr;
   const TileKernels *tiles256 = nullptr, *tiles512 = nullptr, *amx = nullptr;
 #if defined(__x86_64__)
@@ -59,9 +60,10 @@ const std::vector<Isa>& known_isas() {
   amx = &tiles_amx;
 #elif defined(__aarch64__)
   neon = &kernels_neon;
+  tiles128 = &tiles_neon;
 #endif
   static const std::vector<Isa> all{{"scalar", &kernels_scalar, &tiles_scalar, ""},
-                                    {"neon", neon, nullptr, missing_for_neon()},
+                                    {"neon", neon, tiles128, missing_for_neon()},
                                     {"avx2", avx2, nullptr, missing_for_avx2()},
                                     {"avx2vnni", avx2vnni, tiles256, missing_for_avx2vnni()},
                                     {"avx512", avx512, tiles512, missing_for_avx512()},

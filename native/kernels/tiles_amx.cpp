@@ -6,10 +6,10 @@
 //
 // Registers: 0-3 hold products, 4 and 5 left sides, 6 and 7 right sides.
 #if defined(__x86_64__)
-#include "tiles_avx512.h"
-
 #ifdef KVPROOF_EMULATED_AMX
-#include "emulated_amx.h"
+#include "tests/amx.h"
+#else
+#include "tiles_avx512.h"
 #endif
 
 namespace kvproof {

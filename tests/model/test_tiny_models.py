@@ -28,7 +28,9 @@ BACKEND = "cpu"
 VOCAB = 96
 # Relative distances |a - b| / |b| of logits, about ten times what was seen over all models.
 F16 = 1e-2  # float16 rows against float32 attention; seen 1e-3
-SAME = 1e-3  # other chunks: float32 sums differ in the last bit, so a rare code does; seen 1.4e-4
+# Other chunks: prompts and single tokens round to 15 bits in other ways, so a rare code differs;
+# seen 5e-3.
+SAME = 2e-2
 
 COMMON = {
     "vocab_size": VOCAB,

@@ -144,6 +144,10 @@ def test_any_chunks_equal_float64_attention_over_the_stored_keys(kind, sinks, wi
 def test_codes_and_output_do_not_depend_on_chunks(kind, fmt):
     n, page = 150, 16
     q, k, v = text_rows(n, kind)
+    # Prompts and single tokens sum scores in other orders, and round weights apart: float32 of the
+    # largest sum that a score can have, and 16 bits.
+    reach = np.einsum("qhd,thd->qth", np.abs(q), np.abs(k).repeat(HEADS // KV_HEADS, axis=1)).max()
+    atol = 5e-4 + 6e-7 * reach / np.sqrt(DIM)
     runs = []
     for sizes in ([n], [1], [7], [64, 1, 1, 30]):
         layer = cache_of(kind, page, "cpu", fmt, 4).layer(0)
@@ -152,8 +156,7 @@ def test_codes_and_output_do_not_depend_on_chunks(kind, fmt):
     for out, *held in runs[1:]:
         for got, want in zip(held, runs[0][1:], strict=True):
             np.testing.assert_array_equal(got, want)
-        # Sums over rows are cut where chunks are; kernels may round weights to 16 bits.
-        np.testing.assert_allclose(out, runs[0][0], rtol=0, atol=2e-4)
+        np.testing.assert_allclose(out, runs[0][0], rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("kind", KINDS)
