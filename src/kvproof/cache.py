@@ -3,7 +3,8 @@
 A layer's cache is two buffers of encoded rows (store.py): rows as their formats store them, or in
 tiles where the backend has kernels for those. Every appended row is encoded at once and attention
 reads codes only, the step's own tokens included, so one pass, chunks and single tokens give the
-same numbers up to the rounding of prompt and token kernels, and a quality measurement cannot miss the quantized cache.
+same numbers up to the rounding of prompt and token kernels, and a quality measurement cannot miss
+the quantized cache.
 
 Two things may be done for quality. The first tokens of a text ("sinks"), which nearly all queries
 look at, can be kept apart in f16, keys and values. Keys can be conditioned (see conditioner.py):
