@@ -192,7 +192,7 @@ class Elsewhere:
         self.send("add_variant", name, identity, table)
 
 
-@pytest.fixture(scope="module", params=SETS)
+@pytest.fixture(scope="module")
 def backend(request):
     """A CpuBackend whose calls go to the process of a set."""
     isa = request.param
@@ -203,12 +203,15 @@ def backend(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_kernels", kernels)
         patch.setattr(cpu, "_handed_over", set())
+        patch.setattr(cpu, "TILE_ISAS", frozenset())  # rows only come through the pipe
         cpu._hand_over_constants()
         yield cpu.CpuBackend(isa)
     kernels.process.stdin.close()
     assert kernels.process.wait(60) == 0
     kernels.process.stdout.close()
 
+
+every_set = pytest.mark.parametrize("backend", SETS, indirect=True)
 
 # Every format as keys, and as values where it can be; row formats with a last half group too.
 KEYS = [f.name for f in formats.all_formats() if cpu.CpuBackend().refuses("scores", f, 128) is None]
@@ -228,7 +231,7 @@ def cases_of(key, value):
     shape = {"head_dim": n, "num_heads": 4, "num_kv_heads": 2}
     for name in {key, value}:
         for kind in EDGES:
-            yield Case("encode", name, head_dim=n, n_kv=9, num_kv_heads=2, inputs=kind)
+            yield Case("encode", name, head_dim=n, n_kv=3, num_kv_heads=2, inputs=kind)
         yield Case("decode", name, head_dim=n, n_kv=40, num_kv_heads=2, inputs="mixed")
     for kind in ("normal", "mixed", "limit"):
         yield Case("scores", key, **shape, n_q=2, n_kv=67, inputs=kind)
@@ -243,19 +246,27 @@ def cases_of(key, value):
     )
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+# Other tests run the scalar and AVX2 kernels over all formats; here they show the way there.
+@pytest.mark.parametrize(
+    ("backend", "pair"),
+    [(isa, pair) for isa in SETS for pair in (PAIRS if isa == "neon" else PAIRS[::4])],
+    indirect=["backend"],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
 def test_every_format_passes_the_cases_of_the_gate(backend, pair):
     records = [gate.run(case, backend) for case in cases_of(*pair)]
     assert [e.reason for e in records if e.outcome is not Outcome.PASSED] == []
-    assert sum(e.metrics["outputs"] for e in records) > 10000
+    assert sum(e.metrics["outputs"] for e in records) > 5000
 
 
+@every_set
 def test_a_candidate_passes_the_gate(backend):
     records = gate.gate_evidence(("tq4", "tq3"), [64], backend, windows=[32])
     assert [e.reason for e in records if e.outcome is not Outcome.PASSED] == []
     assert {e.environment.isa for e in records} == {backend.isa}
 
 
+@every_set
 def test_a_wrong_result_fails(backend):
     def attention(q, k, v, **options):
         out = backend.attention(q, k, v, **options)
@@ -276,6 +287,7 @@ def test_a_wrong_result_fails(backend):
         assert gate.run(case, broken).outcome is Outcome.FAILED
 
 
+@every_set
 def test_a_row_that_is_not_finite_is_named(backend):
     blocks = backend.encode("q8_0", np.ones((5, 1, 64), np.float32))
     blocks[3, 0, :2] = np.frombuffer(b"\x00\x7c", np.uint8)
