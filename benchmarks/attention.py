@@ -333,6 +333,12 @@ def main() -> None:
     names = args.formats.split(",") if args.formats else default_names()
     names = ["f16", *(name for name in names if name != "f16")]
     rows: list[dict[str, Any]] = []
+
+    def keep(table: list[dict[str, Any]]) -> None:  # shape by shape: a run may be stopped
+        rows.extend(table)
+        if args.evidence:
+            Store(args.evidence).append(*(record(be, row, environment) for row in table))
+
     for text in (args.shapes or (PREFILL if args.prefill else DECODE)).split(";"):
         heads, kv_heads, dim, n = (int(part) for part in text.split(","))
         n_q = 512 if args.prefill else 1
@@ -344,19 +350,17 @@ def main() -> None:
             threads = sorted({1, args.threads})
             table = scaling(be, names, (heads, kv_heads, dim), threads, args.rounds)
             show_scaling(table)
-            rows += table
+            keep(table)
             continue
         table = measure(
             be, (heads, kv_heads, dim, n), names, n_q, args.rounds, bandwidth, not args.no_torch
         )
         show(table)
-        rows += table
+        keep(table)
     environment["load_average_after"] = os.getloadavg()[0]
     print(f"\nload average after: {environment['load_average_after']:.2f}")
     if args.json:
         Path(args.json).write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
-    if args.evidence:
-        Store(args.evidence).append(*(record(be, row, environment) for row in rows))
 
 
 if __name__ == "__main__":

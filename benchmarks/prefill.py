@@ -185,12 +185,12 @@ def main() -> None:
             table = measure(be, (heads, kv_heads, dim), names, depth, args.queries, args.rounds)
             show(table)
             rows += table
+            if args.evidence:  # at once: a run may be stopped
+                Store(args.evidence).append(*(record(be, row) for row in table))
     environment["load_average_after"] = os.getloadavg()[0]
     print(f"\nload average after: {environment['load_average_after']:.2f}")
     if args.json:
         Path(args.json).write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
-    if args.evidence:
-        Store(args.evidence).append(*(record(be, row) for row in rows))
 
 
 if __name__ == "__main__":
