@@ -20,13 +20,10 @@
 namespace kvproof {
 namespace {
 
-constexpr int BLOCK_ROWS = 32;    // query rows per task: 32 x 256 scores are half of an L2 way
-constexpr int TARGET_TASKS = 64;  // enough for the threads of a large machine to even out
+constexpr int BLOCK_ROWS = 32;  // query rows per task: 32 x 256 scores are half of an L2 way
 constexpr int SMALLEST_CHUNK = 512;
 // Up to this many row groups each decode the keys for themselves: a tile costs more to store.
 constexpr int MOST_FUSED = 2;
-// Below this many multiply-adds a second thread costs more than it brings.
-constexpr double SERIAL_WORK = 1 << 18;
 
 int width_index(int width) { return width == 4 ? 2 : width - 1; }
 
@@ -154,48 +151,33 @@ int split_rows(int n, RowGroup* groups) {
 std::size_t tile_bytes(const Side& side) { return std::size_t(TILE) * padded(side.stored()) * 4; }
 std::size_t scale_count(const Side& side) { return std::size_t(TILE) * groups_of(side.stored()); }
 
-class Attention {
+class Attention : Blocks {
  public:
   Attention(const Kernels& isa, const Query& q, const Side& keys, const Side& values, Mask mask,
             const Offsets& offsets, float scale, float* out, float* lse)
-      : isa_(isa),
-        q_(q),
+      : Blocks(q, keys.heads, keys.n, 0, mask, offsets, BLOCK_ROWS, padded(values.dim), values.dim,
+               out, lse),
+        isa_(isa),
         keys_(keys),
         values_(values),
-        mask_(mask),
-        offsets_(offsets),
         factor_(scale * LOG2_E),
-        out_(out),
-        lse_(lse),
         plan_(isa, keys_),
         value_path_(path_of(values.fmt)),
         decoded_(isa, values),
         value_table_(decoded_.table),
         value_spin_({values.fmt, values.book}, values.dim),
-        value_width_(padded(values.dim)),
-        group_(q.heads / keys.heads),
-        rows_(q.n * group_),
-        blocks_((rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS) {
+        value_width_(padded(values.dim)) {
     // 64 tokens of weight x entry meet in one int32.
     const double room = 2147483647.0 / (double(TILE) * std::max(1, value_table_.largest));
     largest_weight_ = room < 32767 ? int(room) : 32767;
-    int span = 0;
-    for (int b = 0; b < blocks_; ++b)
-      span = std::max(span, high(last_query(b)) - low(first_query(b)));
-    const int tasks = keys.heads * blocks_;
-    const int wanted = std::max(1, TARGET_TASKS / tasks);
-    const int most = std::max(1, (span + SMALLEST_CHUNK - 1) / SMALLEST_CHUNK);
-    const int chunks = std::min(wanted, most);
-    chunk_ = std::max(SUPER, up((span + chunks - 1) / chunks, SUPER));
-    chunks_ = std::max(1, (span + chunk_ - 1) / chunk_);
+    cut(SMALLEST_CHUNK, SUPER, 1);
   }
 
   bool run(int threads) {
     Pool& pool = Pool::get();
     std::lock_guard<std::mutex> hold(pool.gate());
     const int heads = keys_.heads, tasks = heads * blocks_ * chunks_;
-    const double work = double(rows_) * heads * keys_.n * (keys_.dim + values_.dim);
-    if (work < SERIAL_WORK) threads = 1;
+    threads = worth(threads, keys_.dim + values_.dim);
     Carver measure;
     Worker layout;
     carve(measure, layout);
@@ -205,7 +187,7 @@ class Attention {
       const int blocks = heads * blocks_;
       std::vector<Prepared> prepared(std::size_t(blocks), Prepared{});
       const auto share = [&](Carver c) {
-        partial_ = c.take<float>(std::size_t(tasks) * partial_size());
+        carve_partials(c);
         for (Prepared& p : prepared) p.carve(c, keys_.stored());
         return c.used();
       };
@@ -259,26 +241,13 @@ class Attention {
     w.y = c.take<float>(std::size_t(value_width_));
   }
 
-  // Tokens [low, high) that query i sees.
-  int high(int i) const { return std::clamp(mask_.end + i, 0, keys_.n); }
-  int low(int i) const { return std::clamp(mask_.first + i, 0, keys_.n); }
-  int rows_of(int block) const { return std::min(BLOCK_ROWS, rows_ - block * BLOCK_ROWS); }
-  int first_query(int block) const { return block * BLOCK_ROWS / group_; }
-  int last_query(int block) const { return (block * BLOCK_ROWS + rows_of(block) - 1) / group_; }
-
-  std::size_t partial_size() const { return std::size_t(BLOCK_ROWS) * (value_width_ + 2); }
-  float* partial(int head, int block, int chunk) const {
-    return partial_ + (std::size_t(head * blocks_ + block) * chunks_ + chunk) * partial_size();
-  }
-
   void prepare(int head, int block, Prepared& to) const {
     const int n = rows_of(block);
     RowGroup groups[BLOCK_ROWS];
     const int n_groups = split_rows(n, groups);
     const float factor = factor_ * (keys_.head_scale ? keys_.head_scale[head] : 1.f);
     for (int r = 0; r < groups[n_groups - 1].first + groups[n_groups - 1].width; ++r)
-      plan_.prepare(r < n ? query_row(q_, group_, head, block * BLOCK_ROWS + r) : nullptr, factor,
-                    r, n_groups, to);
+      plan_.prepare(r < n ? query(head, block * BLOCK_ROWS + r) : nullptr, factor, r, n_groups, to);
   }
 
   bool chunk_task(int head, int block, int chunk, Worker& w) const {
@@ -286,7 +255,7 @@ class Attention {
     RowGroup groups[BLOCK_ROWS];
     const int n_groups = split_rows(n, groups);
     const int all = groups[n_groups - 1].first + groups[n_groups - 1].width;
-    const int from = low(first_query(block)) + chunk * chunk_;
+    const int from = start_of(block) + chunk * chunk_;
     const int to = std::min(high(last_query(block)), from + chunk_);
     for (int r = 0; r < all; ++r) {
       w.maximum[r] = -HUGE_VALF;
@@ -309,13 +278,9 @@ class Attention {
     if (chunks_ == 1) {
       for (int r = 0; r < n; ++r)
         finish(head, block * BLOCK_ROWS + r, w.sum_of_values + std::ptrdiff_t(r) * value_width_,
-               w.maximum[r], w.sum[r], w);
+               {w.maximum[r], w.sum[r]}, w);
     } else {
-      float* p = partial(head, block, chunk);
-      std::memcpy(p, w.maximum, BLOCK_ROWS * sizeof(float));
-      std::memcpy(p + BLOCK_ROWS, w.sum, BLOCK_ROWS * sizeof(float));
-      std::memcpy(p + 2 * BLOCK_ROWS, w.sum_of_values,
-                  std::size_t(n) * value_width_ * sizeof(float));
+      keep(head, block, chunk, w.maximum, w.sum, w.sum_of_values, n);
     }
     return ok;
   }
@@ -331,9 +296,7 @@ class Attention {
       float add[WIDTH] = {};
       for (int j = 0; j < std::min(WIDTH, n - group.first); ++j) {
         const int row = block * BLOCK_ROWS + group.first + j;
-        add[j] = offsets_.base[row / group_ * offsets_.row_stride +
-                               (head * group_ + row % group_) * offsets_.head_stride + page] *
-                 LOG2_E;
+        add[j] = offsets_of(head, row)[page] * LOG2_E;
       }
       for (int p = 0; p < 2; ++p) {
         float* const plane = s + p * (SUPER / 2 * WIDTH);
@@ -408,55 +371,39 @@ class Attention {
     return ok;
   }
 
-  // Folds the partial results of the chunks, in order.
   void merge(int head, int block, Worker& w) const {
+    float* const out = w.sum_of_values;
     for (int r = 0; r < rows_of(block); ++r) {
-      float top = -HUGE_VALF, sum = 0;
-      for (int c = 0; c < chunks_; ++c) top = std::max(top, partial(head, block, c)[r]);
-      float* const out = w.sum_of_values;
       std::memset(out, 0, std::size_t(value_width_) * sizeof(float));
-      for (int c = 0; c < chunks_; ++c) {
-        const float* p = partial(head, block, c);
-        if (p[BLOCK_ROWS + r] == 0) continue;
-        const float weight = std::exp2(p[r] - top);
-        const float* v = p + 2 * BLOCK_ROWS + std::ptrdiff_t(r) * value_width_;
-        sum += weight * p[BLOCK_ROWS + r];
+      const Softmax s = fold(head, block, r, [&](const float* values, float weight) {
+        const float* const v = values + std::ptrdiff_t(r) * value_width_;
         for (int i = 0; i < value_width_; ++i) out[i] += weight * v[i];
-      }
-      finish(head, block * BLOCK_ROWS + r, out, top, sum, w);
+      });
+      finish(head, block * BLOCK_ROWS + r, out, s, w);
     }
   }
 
   // Normalises, reorders and un-rotates one output row.
-  void finish(int head, int row, const float* values, float maximum, float sum, Worker& w) const {
+  void finish(int head, int row, const float* values, Softmax s, Worker& w) const {
     const int dim = values_.dim;
-    const std::ptrdiff_t at =
-        std::ptrdiff_t(row / group_) * q_.heads + head * group_ + row % group_;
-    float* const to = out_ + at * dim;
-    if (lse_) lse_[at] = sum > 0 ? float((maximum + std::log2(double(sum))) * LN_2) : -HUGE_VALF;
-    const float factor =
-        (sum > 0 ? 1 / sum : 0) * (values_.head_scale ? values_.head_scale[head] : 1.f);
+    const Output o = output(head, row, s);
+    const float factor = o.factor * (values_.head_scale ? values_.head_scale[head] : 1.f);
     for (int p = 0; p < value_width_; ++p)
       if (decoded_.element[p] >= 0) w.y[decoded_.element[p]] = values[p] * factor;
     value_spin_.inverse(isa_, w.y, dim, w.y);
-    std::memcpy(to, w.y, std::size_t(dim) * sizeof(float));
+    std::memcpy(o.to, w.y, std::size_t(dim) * sizeof(float));
   }
 
   const Kernels& isa_;
-  const Query q_;
   const Side keys_, values_;
-  const Mask mask_;
-  const Offsets offsets_;
   const float factor_;
-  float *const out_, *const lse_;
   const KeyPlan plan_;
   const Path value_path_;
   const DecodedValues decoded_;
   const Table& value_table_;
   const Spin value_spin_;
-  const int value_width_, group_, rows_, blocks_;
-  int largest_weight_, chunk_, chunks_;
-  float* partial_ = nullptr;
+  const int value_width_;
+  int largest_weight_;
   std::vector<Prepared> prepared_;  // [head][block], if there are several chunks
 };
 

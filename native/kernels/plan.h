@@ -1,5 +1,5 @@
-// What the drivers of attention share: tables, the order of decoded values, scratch memory, rows as
-// the kernels read them.
+// What the drivers over rows share: tables, the order of decoded values, rows as the kernels read
+// them.
 #pragma once
 
 #include <algorithm>
@@ -7,20 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "carver.h"
-#include "ops.h"
+#include "blocks.h"
 
 namespace kvproof {
-
-constexpr float LOG2_E = 1.44269504088896340736f;  // the softmax works in powers of two
-constexpr double LN_2 = 0.69314718055994530942;
 
 // What attention() does with more than a few query rows.
 bool prompt_attention(const Kernels& isa, int threads, const Query& q, const Side& keys,
                       const Side& values, Mask mask, const Offsets& offsets, float scale,
                       float* out, float* lse);
-
-inline int up(int n, int to) { return (n + to - 1) / to * to; }
 
 // Where code c of a group lands in the row, for full groups and for a last group of 16; -1:
 // nowhere.
@@ -152,10 +146,6 @@ inline Rows laid_out(const Kernels& isa, const Side& side, int head, int first, 
     rows.stride = stride;
   }
   return rows;
-}
-
-inline const float* query_row(const Query& q, int group, int kv_head, int row) {
-  return q.base + row / group * q.row_stride + (kv_head * group + row % group) * q.head_stride;
 }
 
 }  // namespace kvproof

@@ -20,7 +20,6 @@ namespace {
 // Values of a block's queries: with its sums and tiles they stay in a 512 KiB L2.
 constexpr int BLOCK_VALUES = 32768;
 constexpr int LEAST_BLOCK = 64, MOST_BLOCK = 128;  // rows
-constexpr int TARGET_TASKS = 64;  // enough for the threads of a large machine to even out
 constexpr int SMALLEST_CHUNK = 512;
 constexpr int SLICE_VALUES = SLICE * GROUP;
 // Elements take twice the room of entries: half a slice stays in L1 beside sums that are added to.
@@ -29,19 +28,16 @@ constexpr int REAL_SLICE = SLICE_VALUES / 2;
 constexpr float LONGEST = 46200;
 constexpr int LARGEST_VALUE = 16384;  // entry of block formats, their scale folded in
 
-class Prompt {
+class Prompt : Blocks {
  public:
   Prompt(const Kernels& isa, const Query& q, const Side& keys, const Side& values, Mask mask,
          const Offsets& offsets, float scale, float* out, float* lse)
-      : isa_(isa),
-        q_(q),
+      : Blocks(q, keys.heads, keys.n, 0, mask, offsets, block_for(isa, q, keys, values),
+               padded(values.dim), values.dim, out, lse),
+        isa_(isa),
         keys_(keys),
         values_(values),
-        mask_(mask),
-        offsets_(offsets),
         factor_(scale * LOG2_E),
-        out_(out),
-        lse_(lse),
         key_path_(path_of(keys.fmt)),
         value_path_(path_of(values.fmt)),
         decoded_keys_(isa, keys_),
@@ -50,11 +46,7 @@ class Prompt {
         value_spin_({values.fmt, values.book}, values.dim),
         key_width_(padded(keys.stored())),
         value_width_(padded(values.dim)),
-        group_(q.heads / keys.heads),
-        rows_(q.n * group_),
-        panel_(isa.panel),
-        block_(std::min(up(rows_, panel_), rows_of_block())),
-        blocks_((rows_ + block_ - 1) / block_) {
+        panel_(isa.panel) {
     // Positions without an element go with one behind the last.
     for (int i = 0; i < key_width_; ++i)
       key_from_[i] = decoded_keys_.element[i] < 0 ? key_width_ : decoded_keys_.element[i];
@@ -66,14 +58,7 @@ class Prompt {
     if (value_path_ != REAL)
       room_ =
           2147483647.f / float(std::max(1, decoded_values_.table.largest) << value_shift_) - TILE;
-    int span = 0;
-    for (int b = 0; b < blocks_; ++b)
-      span = std::max(span, high(last_query(b)) - low(first_query(b)));
-    const int tasks = keys.heads * blocks_, wanted = std::max(1, TARGET_TASKS / tasks);
-    const int most = std::max(1, (span + SMALLEST_CHUNK - 1) / SMALLEST_CHUNK);
-    const int chunks = std::min(wanted, most);
-    chunk_ = std::max(TILE, up((span + chunks - 1) / chunks, TILE));
-    chunks_ = std::max(1, (span + chunk_ - 1) / chunk_);
+    cut(SMALLEST_CHUNK, TILE, 1);
   }
 
   bool run(int threads) {
@@ -93,9 +78,9 @@ class Prompt {
     };
     if (chunks_ > 1) {  // queries are prepared once for all chunks
       const auto share = [&](Carver c) {
-        partial_ = c.take<float>(std::size_t(tasks) * partial_size());
-        queries_ = c.take<float>(std::size_t(pieces) * block_ * key_width_);
-        factors_ = c.take<float>(std::size_t(pieces) * block_);
+        carve_partials(c);
+        queries_ = c.take<float>(std::size_t(pieces) * block_rows_ * key_width_);
+        factors_ = c.take<float>(std::size_t(pieces) * block_rows_);
         return c.used();
       };
       share(Carver(pool.shared().at_least(share(Carver()))));
@@ -132,15 +117,17 @@ class Prompt {
     std::int32_t* words;
   };
 
-  int rows_of_block() const {
+  static int block_for(const Kernels& isa, const Query& q, const Side& keys, const Side& values) {
     // Elements cost more to decode than codes do beside their slower products.
-    const bool real = key_path_ == REAL || value_path_ == REAL;
-    const int rows = (real ? 2 : 1) * BLOCK_VALUES / std::max(key_width_, value_width_);
-    return std::clamp(rows / LEAST_BLOCK * LEAST_BLOCK, LEAST_BLOCK, MOST_BLOCK);
+    const bool real = path_of(keys.fmt) == REAL || path_of(values.fmt) == REAL;
+    const int width = std::max(padded(keys.stored()), padded(values.dim));
+    const int rows = (real ? 2 : 1) * BLOCK_VALUES / width;
+    return std::min(up(q.n * (q.heads / keys.heads), isa.panel),
+                    std::clamp(rows / LEAST_BLOCK * LEAST_BLOCK, LEAST_BLOCK, MOST_BLOCK));
   }
 
   void carve(Carver& c, Worker& w) const {
-    const std::size_t rows = std::size_t(block_);
+    const std::size_t rows = std::size_t(block_rows_);
     w.natural = c.take<std::int16_t>(std::size_t(key_width_) + 1);
     w.queries = c.take<float>(rows * key_width_);
     w.keys = c.take<float>(std::size_t(TILE) * std::max(key_width_, SLICE_VALUES));
@@ -162,24 +149,13 @@ class Prompt {
     w.words = c.take<std::int32_t>(rows * TILE / 2);
   }
 
-  // Tokens [low, high) that query i sees.
-  int high(int i) const { return std::clamp(mask_.end + i, 0, keys_.n); }
-  int low(int i) const { return std::clamp(mask_.first + i, 0, keys_.n); }
-  int rows_of(int block) const { return std::min(block_, rows_ - block * block_); }
-  int first_query(int block) const { return block * block_ / group_; }
-  int last_query(int block) const { return (block * block_ + rows_of(block) - 1) / group_; }
   // Of row r of a block; rows that only fill a panel go with the last one.
   int query_of(int block, int r) const {
-    return (block * block_ + std::min(r, rows_of(block) - 1)) / group_;
-  }
-
-  std::size_t partial_size() const { return std::size_t(block_) * (value_width_ + 2); }
-  float* partial(int head, int block, int chunk) const {
-    return partial_ + (std::size_t(head * blocks_ + block) * chunks_ + chunk) * partial_size();
+    return (block * block_rows_ + std::min(r, rows_of(block) - 1)) / group_;
   }
 
   void use_shared(int head, int block, Worker& w) const {
-    const std::ptrdiff_t row = std::ptrdiff_t(head * blocks_ + block) * block_;
+    const std::ptrdiff_t row = std::ptrdiff_t(head * blocks_ + block) * block_rows_;
     w.queries = queries_ + row * key_width_;
     w.factor = factors_ + row;
   }
@@ -188,7 +164,7 @@ class Prompt {
     const int n = rows_of(block), rows = up(n, panel_);
     const float factor = factor_ * (keys_.head_scale ? keys_.head_scale[head] : 1.f);
     for (int r = 0; r < rows; ++r)
-      prepare_row(r < n ? query_row(q_, group_, head, block * block_ + r) : nullptr, factor, r, w);
+      prepare_row(r < n ? query(head, block * block_rows_ + r) : nullptr, factor, r, w);
   }
 
   // Rotates and stores one query row of a block; null fills a panel with a row that scores 0.
@@ -237,7 +213,7 @@ class Prompt {
 
   bool chunk_task(int head, int block, int chunk, Worker& w) const {
     const int n = rows_of(block), rows = up(n, panel_);
-    const int from = low(first_query(block)) + chunk * chunk_;
+    const int from = start_of(block) + chunk * chunk_;
     const int to = std::min(high(last_query(block)), from + chunk_);
     std::fill(w.maximum, w.maximum + rows, -HUGE_VALF);
     std::memset(w.sum, 0, std::size_t(rows) * sizeof(float));
@@ -253,14 +229,10 @@ class Prompt {
     }
     if (chunks_ == 1) {
       for (int r = 0; r < n; ++r)
-        finish(head, block * block_ + r, row_of(w.sum_of_values, r), panel_, w.maximum[r], w.sum[r],
-               w);
+        finish(head, block * block_rows_ + r, row_of(w.sum_of_values, r), panel_,
+               {w.maximum[r], w.sum[r]}, w);
     } else {
-      float* p = partial(head, block, chunk);
-      std::memcpy(p, w.maximum, std::size_t(n) * sizeof(float));
-      std::memcpy(p + block_, w.sum, std::size_t(n) * sizeof(float));
-      std::memcpy(p + 2 * block_, w.sum_of_values,
-                  std::size_t(rows) * value_width_ * sizeof(float));
+      keep(head, block, chunk, w.maximum, w.sum, w.sum_of_values, rows);
     }
     return ok;
   }
@@ -434,64 +406,46 @@ class Prompt {
       const std::int64_t page = (offsets_.phase + token) / offsets_.page;
       float* const scores = scores_of(row, w) + k * panel_;
       for (int j = 0; j < panel_; ++j) {
-        const int at = block * block_ + std::min(row + j, rows_of(block) - 1);
-        const float offset =
-            offsets_.base[at / group_ * offsets_.row_stride +
-                          (head * group_ + at % group_) * offsets_.head_stride + page];
-        scores[j] += offset * LOG2_E / w.factor[row + j];
+        const int at = block * block_rows_ + std::min(row + j, rows_of(block) - 1);
+        scores[j] += offsets_of(head, at)[page] * LOG2_E / w.factor[row + j];
       }
     }
   }
 
-  // Folds the partial results of the chunks, in order.
   void merge(int head, int block, Worker& w) const {
     float* const out = w.sum_of_values;
     for (int r = 0; r < rows_of(block); ++r) {
-      float top = -HUGE_VALF, sum = 0;
-      for (int c = 0; c < chunks_; ++c) top = std::max(top, partial(head, block, c)[r]);
       std::memset(out, 0, std::size_t(value_width_) * sizeof(float));
-      for (int c = 0; c < chunks_; ++c) {
-        const float* p = partial(head, block, c);
-        if (p[block_ + r] == 0) continue;
-        const float weight = std::exp2(p[r] - top);
-        const float* v = row_of(p + 2 * block_, r);
-        sum += weight * p[block_ + r];
+      const Softmax s = fold(head, block, r, [&](const float* values, float weight) {
+        const float* const v = row_of(values, r);
         for (int i = 0; i < value_width_; ++i) out[i] += weight * v[i * panel_];
-      }
-      finish(head, block * block_ + r, out, 1, top, sum, w);
+      });
+      finish(head, block * block_rows_ + r, out, 1, s, w);
     }
   }
 
   // Normalises, reorders and un-rotates one output row, whose values are `apart`.
-  void finish(int head, int row, const float* values, int apart, float maximum, float sum,
-              Worker& w) const {
+  void finish(int head, int row, const float* values, int apart, Softmax s, Worker& w) const {
     const int dim = values_.dim;
-    const std::ptrdiff_t at =
-        std::ptrdiff_t(row / group_) * q_.heads + head * group_ + row % group_;
-    if (lse_) lse_[at] = sum > 0 ? float((maximum + std::log2(double(sum))) * LN_2) : -HUGE_VALF;
-    const float factor =
-        (sum > 0 ? 1 / sum : 0) * (values_.head_scale ? values_.head_scale[head] : 1.f);
+    const Output o = output(head, row, s);
+    const float factor = o.factor * (values_.head_scale ? values_.head_scale[head] : 1.f);
     for (int p = 0; p < value_width_; ++p, values += apart) w.y[value_to_[p]] = *values * factor;
     value_spin_.inverse(isa_, w.y, dim, w.y);
-    std::memcpy(out_ + at * dim, w.y, std::size_t(dim) * sizeof(float));
+    std::memcpy(o.to, w.y, std::size_t(dim) * sizeof(float));
   }
 
   const Kernels& isa_;
-  const Query q_;
   const Side keys_, values_;
-  const Mask mask_;
-  const Offsets offsets_;
   const float factor_;
-  float *const out_, *const lse_;
   const Path key_path_, value_path_;
   const DecodedKeys decoded_keys_;
   const DecodedValues decoded_values_;
   const Spin key_spin_, value_spin_;
-  const int key_width_, value_width_, group_, rows_, panel_, block_, blocks_;
+  const int key_width_, value_width_, panel_;
   int key_from_[MAX_DIM + GROUP], value_to_[MAX_DIM + GROUP];
-  int value_shift_ = 0, chunk_ = 0, chunks_ = 0;
+  int value_shift_ = 0;
   float room_ = 0;  // of the weights of a tile
-  float *partial_ = nullptr, *queries_ = nullptr, *factors_ = nullptr;
+  float *queries_ = nullptr, *factors_ = nullptr;
 };
 
 }  // namespace

@@ -14,8 +14,7 @@
 #include <mutex>
 #include <vector>
 
-#include "carver.h"
-#include "ops.h"
+#include "blocks.h"
 #include "pool.h"
 
 namespace kvproof {
@@ -23,14 +22,8 @@ namespace {
 
 constexpr int BLOCK_ROWS = 64;
 constexpr int OCTETS = BLOCK_ROWS / OCTET;
-constexpr int TARGET_TASKS = 64;
 constexpr int SMALLEST_CHUNK = 1024;
-constexpr double SERIAL_WORK = 1 << 18;  // multiply-adds below which a second thread does not pay
-constexpr float LOG2_E = 1.44269504088896340736f;
-constexpr double LN_2 = 0.69314718055994530942;
 constexpr int TILES = SUPER / TILE;
-
-int up(int n, int to) { return (n + to - 1) / to * to; }
 
 // Entries by the bits that a lookup sees; a second entry is worth `second` of the first's units.
 TileTable make_table(int fmt, const Book& book, int offset, float second) {
@@ -63,31 +56,25 @@ const TileTable& table_of(const TileSide& side, int offset, bool values) {
   return tables[fmt][at];
 }
 
-class TileAttention {
+class TileAttention : Blocks {
  public:
   TileAttention(const Kernels& isa, const TileKernels& tiles, const Query& q, const TileSide& keys,
                 const TileSide& values, Mask mask, const Offsets& offsets, float scale, float* out,
                 float* lse)
-      : isa_(isa),
+      : Blocks(q, keys.heads, keys.n, keys.first, mask, offsets,
+               std::min(q.n * (q.heads / keys.heads), BLOCK_ROWS), values.dim, values.dim, out,
+               lse),
+        isa_(isa),
         tiles_(tiles),
-        q_(q),
         keys_(keys),
         values_(values),
-        mask_(mask),
-        offsets_(offsets),
         factor_(scale * LOG2_E),
-        out_(out),
-        lse_(lse),
         key_kind_(tile_kind(keys.fmt)),
         value_kind_(tile_kind(values.fmt)),
         key_table_(table_of(keys, tiles.offset, false)),
         value_table_(table_of(values, tiles.offset, true)),
         key_spin_({keys.fmt, keys.book}, keys.dim),
         value_spin_({values.fmt, values.book}, values.dim),
-        group_(q.heads / keys.heads),
-        rows_(q.n * group_),
-        block_rows_(std::min(rows_, BLOCK_ROWS)),
-        blocks_((rows_ + block_rows_ - 1) / block_rows_),
         width_(block_rows_ > 4   ? 3
                : block_rows_ > 2 ? 2
                                  : block_rows_ - 1),
@@ -97,22 +84,14 @@ class TileAttention {
         value_scales_(tile_blocks(value_kind_) ? values.dim / GROUP : 1),
         halves_(tiles.split_keys && tile_blocks(key_kind_)),
         left_blocks_(halves_ ? keys.dim / GROUP : up(keys.dim, BLOCK_DIMS) / BLOCK_DIMS) {
-    int span = 0;
-    for (int b = 0; b < blocks_; ++b) span = std::max(span, high(last_query(b)) - start_of(b));
-    const int tasks = keys.heads * blocks_;
-    const int wanted = std::max(1, TARGET_TASKS / tasks);
-    const int most = std::max(1, (span + SMALLEST_CHUNK - 1) / SMALLEST_CHUNK);
-    const int chunks = std::min(wanted, most);
-    chunk_ = std::max(SUPER, up((span + chunks - 1) / chunks, SUPER));
-    chunks_ = std::max(1, (span + chunk_ - 1) / chunk_);
+    cut(SMALLEST_CHUNK, SUPER, TILE);
   }
 
   void run(int threads) {
     Pool& pool = Pool::get();
     std::lock_guard<std::mutex> hold(pool.gate());
     const int heads = keys_.heads, tasks = heads * blocks_ * chunks_;
-    const double work = double(rows_) * heads * keys_.n * (keys_.dim + values_.dim);
-    if (work < SERIAL_WORK) threads = 1;
+    threads = worth(threads, keys_.dim + values_.dim);
     Carver measure;
     Worker layout;
     carve(measure, layout);
@@ -127,7 +106,7 @@ class TileAttention {
     if (chunks_ > 1) {  // queries are prepared once for all chunks
       std::vector<Prepared> prepared(std::size_t(heads * blocks_), Prepared{});
       const auto share = [&](Carver c) {
-        partial_ = c.take<float>(std::size_t(tasks) * partial_size());
+        carve_partials(c);
         for (Prepared& p : prepared) carve(c, p);
         return c.used();
       };
@@ -210,19 +189,6 @@ class TileAttention {
     return std::ptrdiff_t(values_.dim) * TILE * (tile_fine(value_kind_) ? 2 : 1);
   }
 
-  // Slots [low, high) that query i sees; slot = first + row.
-  int high(int i) const { return keys_.first + std::clamp(mask_.end + i, 0, keys_.n); }
-  int low(int i) const { return keys_.first + std::clamp(mask_.first + i, 0, keys_.n); }
-  int rows_of(int block) const { return std::min(block_rows_, rows_ - block * block_rows_); }
-  int first_query(int block) const { return block * block_rows_ / group_; }
-  int last_query(int block) const { return (block * block_rows_ + rows_of(block) - 1) / group_; }
-  int start_of(int block) const { return low(first_query(block)) / TILE * TILE; }
-
-  std::size_t partial_size() const { return std::size_t(block_rows_) * (values_.dim + 2); }
-  float* partial(int head, int block, int chunk) const {
-    return partial_ + (std::size_t(head * blocks_ + block) * chunks_ + chunk) * partial_size();
-  }
-
   void prepare(int head, int block, Prepared& p) const {
     const int n = rows_of(block), dim = keys_.dim, width = octet_rows();
     std::memset(p.left, 0, octets_ * left_bytes());
@@ -231,10 +197,7 @@ class TileAttention {
       for (int b = 0; b < key_scales_; ++b)
         p.start[(r / OCTET * key_scales_ + b) * OCTET + r % OCTET] = 0;
       if (r >= n) continue;
-      const int row = block * block_rows_ + r;
-      const float* const q =
-          q_.base + row / group_ * q_.row_stride + (head * group_ + row % group_) * q_.head_stride;
-      key_spin_.forward(isa_, q, factor_, dim, p.y);
+      key_spin_.forward(isa_, query(head, block * block_rows_ + r), factor_, dim, p.y);
       p.step[r] = isa_.quantize(p.y, dim, LARGEST_QUERY, p.natural) / key_table_.scale;
       std::int8_t* const left = p.left + r / OCTET * left_bytes();
       const int at = r % OCTET;
@@ -276,12 +239,9 @@ class TileAttention {
     if (chunks_ == 1) {
       for (int r = 0; r < n; ++r)
         finish(head, block * block_rows_ + r, w.sum_of_values + std::ptrdiff_t(r) * dim_v,
-               w.maximum[r], w.sum[r], w);
+               {w.maximum[r], w.sum[r]}, w);
     } else {
-      float* p = partial(head, block, chunk);
-      std::memcpy(p, w.maximum, std::size_t(n) * sizeof(float));
-      std::memcpy(p + block_rows_, w.sum, std::size_t(n) * sizeof(float));
-      std::memcpy(p + 2 * block_rows_, w.sum_of_values, std::size_t(n) * dim_v * sizeof(float));
+      keep(head, block, chunk, w.maximum, w.sum, w.sum_of_values, n);
     }
   }
 
@@ -389,8 +349,7 @@ class TileAttention {
     for (int t = to; t < end; ++t) s[t] = -HUGE_VALF;
     float factor = query.step[r];
     if (offsets_.base && r < n) {
-      const float* const offsets = offsets_.base + i * offsets_.row_stride +
-                                   (head * group_ + row % group_) * offsets_.head_stride;
+      const float* const offsets = offsets_of(head, row);
       for (int t = seen; t < to; ++t)
         s[t] = s[t] * factor +
                offsets[(offsets_.phase + from + t - keys_.first) / offsets_.page] * LOG2_E;
@@ -426,54 +385,38 @@ class TileAttention {
     }
   }
 
-  // Folds the partial results of the chunks for one row, in order.
   void merge(int head, int row, Worker& w) const {
-    const int block = row / block_rows_, r = row % block_rows_, dim = values_.dim;
-    float top = -HUGE_VALF, sum = 0;
-    for (int c = 0; c < chunks_; ++c) top = std::max(top, partial(head, block, c)[r]);
+    const int r = row % block_rows_, dim = values_.dim;
     float* const out = w.sum_of_values;
     std::memset(out, 0, std::size_t(dim) * sizeof(float));
-    for (int c = 0; c < chunks_; ++c) {
-      const float* const p = partial(head, block, c);
-      if (p[block_rows_ + r] == 0) continue;
-      const float weight = std::exp2(p[r] - top);
-      sum += weight * p[block_rows_ + r];
-      tiles_.add(p + 2 * block_rows_ + std::ptrdiff_t(r) * dim, dim, weight, out);
-    }
-    finish(head, row, out, top, sum, w);
+    const Softmax s = fold(head, row / block_rows_, r, [&](const float* values, float weight) {
+      tiles_.add(values + std::ptrdiff_t(r) * dim, dim, weight, out);
+    });
+    finish(head, row, out, s, w);
   }
 
   // Normalises and un-rotates one output row.
-  void finish(int head, int row, const float* values, float maximum, float sum, Worker& w) const {
+  void finish(int head, int row, const float* values, Softmax s, Worker& w) const {
     const int dim = values_.dim;
-    const std::ptrdiff_t at =
-        std::ptrdiff_t(row / group_) * q_.heads + head * group_ + row % group_;
-    if (lse_) lse_[at] = sum > 0 ? float((maximum + std::log2(double(sum))) * LN_2) : -HUGE_VALF;
-    const float factor = sum > 0 ? 1 / sum : 0;
-    for (int d = 0; d < dim; ++d) w.y[d] = values[d] * factor;
+    const Output o = output(head, row, s);
+    for (int d = 0; d < dim; ++d) w.y[d] = values[d] * o.factor;
     value_spin_.inverse(isa_, w.y, dim, w.y);
-    std::memcpy(out_ + at * dim, w.y, std::size_t(dim) * sizeof(float));
+    std::memcpy(o.to, w.y, std::size_t(dim) * sizeof(float));
   }
 
   const Kernels& isa_;
   const TileKernels& tiles_;
-  const Query q_;
   const TileSide keys_, values_;
-  const Mask mask_;
-  const Offsets offsets_;
   const float factor_;
-  float *const out_, *const lse_;
   const int key_kind_, value_kind_;
   const TileTable &key_table_, &value_table_;
   const Spin key_spin_, value_spin_;
-  const int group_, rows_, block_rows_, blocks_, width_;
+  const int width_;
   const bool shared_;  // tiles are decoded once for all octets, which are multiplied by twos
   const int octets_;
   const int key_scales_, value_scales_;
   const bool halves_;  // see TileKernels::split_keys
   const int left_blocks_;
-  int chunk_, chunks_;
-  float* partial_ = nullptr;
   std::vector<Prepared> prepared_;  // [head][block], if there are several chunks
 };
 
