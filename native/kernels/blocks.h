@@ -90,7 +90,8 @@ class Blocks {
     float* const p = partial(head, block, chunk);
     std::memcpy(p, maximum, n);
     std::memcpy(p + block_rows_, sum, n);
-    std::memcpy(p + 2 * block_rows_, values, std::size_t(rows_of_values) * sum_width_ * sizeof(float));
+    std::memcpy(p + 2 * block_rows_, values,
+                std::size_t(rows_of_values) * sum_width_ * sizeof(float));
   }
   struct Softmax {
     float maximum, sum;

@@ -64,13 +64,10 @@ inline void fill_residual(const Table& table, const float* signs, const int* ele
   }
 }
 
-inline Table key_table(const Kernels& isa, const Side& side) {
+// Of a side, from its book's table for keys or for values.
+inline Table side_table(const Kernels& isa, const Side& side, const Table& of_book) {
   const int fmt = side.fmt;
-  Table t = shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : side.book->key);
-  if (fmt == QJL1_256) {
-    t.scale = float(1 / SKETCH_FACTOR);
-    t.largest = 1;
-  }
+  Table t = shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : of_book);
   if (const WideTrellis* trellis = side.book->wide_trellis) {
     t.scale = trellis->scale;
     t.largest = trellis->largest;
@@ -78,13 +75,11 @@ inline Table key_table(const Kernels& isa, const Side& side) {
   }
   return t;
 }
-inline Table value_table(const Kernels& isa, const Side& side) {
-  const int fmt = side.fmt;
-  Table t = shifted(isa, fmt, is_signed(fmt) ? signed_table(128) : side.book->value_side);
-  if (const WideTrellis* trellis = side.book->wide_trellis) {
-    t.scale = trellis->scale;
-    t.largest = trellis->largest;
-    t.pairs = trellis->pairs;
+inline Table key_table(const Kernels& isa, const Side& side) {
+  Table t = side_table(isa, side, side.book->key);
+  if (side.fmt == QJL1_256) {
+    t.scale = float(1 / SKETCH_FACTOR);
+    t.largest = 1;
   }
   return t;
 }
@@ -110,7 +105,8 @@ struct DecodedValues {
   int element[MAX_DIM + GROUP];
   std::int16_t residual[8 * WIDE];  // of pairs of tokens
 
-  DecodedValues(const Kernels& isa, const Side& side) : table(value_table(isa, side)) {
+  DecodedValues(const Kernels& isa, const Side& side)
+      : table(side_table(isa, side, side.book->value_side)) {
     order(layout_of(side.fmt), side.dim, isa.value_element, element);
     if (side.fmt == Q4_POLAR_RES) {
       std::int16_t one[2 * WIDE];

@@ -91,7 +91,6 @@ struct TileWork {
 };
 
 struct TileKernels {
-  const char* name;
   int offset;  // 128: entries are unsigned
   // The left side of keys of block formats has a block for each 32 dims, zero elsewhere: what a
   // matrix unit multiplies is always 64 wide.

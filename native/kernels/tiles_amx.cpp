@@ -82,13 +82,54 @@ void decode_values(const TileWork& given, std::uint8_t* out) {
     decode_values_of<K>(w.tiles + t * w.stride, 0, w.dim / 16, table, out);
 }
 
-template <int MR>
-KVPROOF_INLINE Ints high_of(const std::uint8_t* products, int r) {
+// Row r of products: MR high parts, then MR low ones.
+KVPROOF_INLINE Ints product(const std::uint8_t* products, int r) {
   return load<Ints>(products + r * LINE);
 }
-template <int MR>
-KVPROOF_INLINE Ints low_of(const std::uint8_t* products, int r) {
-  return load<Ints>(products + (MR + r) * LINE);
+
+// The four products, each of `size` bytes.
+KVPROOF_INLINE void clear_products() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+KVPROOF_INLINE void store_products(std::uint8_t* to, int size) {
+  _tile_stored(0, to, LINE);
+  _tile_stored(1, to + size, LINE);
+  _tile_stored(2, to + 2 * size, LINE);
+  _tile_stored(3, to + 3 * size, LINE);
+}
+// Adds the products of a left side and the four right sides of the ring; ahead(i) follows the one
+// with the i-th.
+template <class Ahead>
+KVPROOF_INLINE void multiply_ring(const std::int8_t* left, const std::uint8_t* ring,
+                                  Ahead&& ahead) {
+  _tile_loadd(4, left, LINE);
+  _tile_loadd(6, ring, LINE);
+  _tile_dpbssd(0, 4, 6);
+  ahead(0);
+  _tile_loadd(7, ring + RIGHT, LINE);
+  _tile_dpbssd(1, 4, 7);
+  ahead(1);
+  _tile_loadd(6, ring + 2 * RIGHT, LINE);
+  _tile_dpbssd(2, 4, 6);
+  ahead(2);
+  _tile_loadd(7, ring + 3 * RIGHT, LINE);
+  _tile_dpbssd(3, 4, 7);
+  ahead(3);
+}
+// Adds the products of two left sides (0 and 1, 2 and 3) with two right sides.
+KVPROOF_INLINE void multiply_twos(const std::int8_t* one, const std::int8_t* other,
+                                  const std::uint8_t* right) {
+  _tile_loadd(4, one, LINE);
+  _tile_loadd(6, right, LINE);
+  _tile_dpbssd(0, 4, 6);
+  _tile_loadd(5, other, LINE);
+  _tile_dpbssd(2, 5, 6);
+  _tile_loadd(7, right + RIGHT, LINE);
+  _tile_dpbssd(1, 4, 7);
+  _tile_dpbssd(3, 5, 7);
 }
 
 // Scores of MR rows and 16 tokens, in units of the rows' steps.
@@ -97,7 +138,7 @@ KVPROOF_INLINE void store_scores(const std::uint8_t* products, const float* scal
   const Floats scale = load<Floats>(scales);
   for (int r = 0; r < MR; ++r)
     store(scores + r * SUPER,
-          to_floats((high_of<MR>(products, r) << 7) + low_of<MR>(products, r)) * scale);
+          to_floats((product(products, r) << 7) + product(products, MR + r)) * scale);
 }
 
 // Row formats. Each right side of the next block is decoded to where that of this one has just been
@@ -118,10 +159,7 @@ void keys_of_rows(const TileWork& given) {
   };
   int next_tile = 0, next_block = 0;
   for (int t = 0, step = 0; t < w.n_tiles; ++t) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    clear_products();
     for (int kb = 0; kb < blocks; ++kb, ++step) {
       const bool more = step + 1 < steps;
       if (++next_block == blocks) next_block = 0, ++next_tile;
@@ -132,25 +170,10 @@ void keys_of_rows(const TileWork& given) {
         const std::uint8_t* const src = next + cg * block_codes(K, n);
         if (more) decode_right<K>(src, n, table, w.ring + cg * RIGHT);
       };
-      _tile_loadd(4, w.a + std::ptrdiff_t(kb) * PRODUCTS, LINE);
-      _tile_loadd(6, w.ring, LINE);
-      _tile_dpbssd(0, 4, 6);
-      ahead(0);
-      _tile_loadd(7, w.ring + RIGHT, LINE);
-      _tile_dpbssd(1, 4, 7);
-      ahead(1);
-      _tile_loadd(6, w.ring + 2 * RIGHT, LINE);
-      _tile_dpbssd(2, 4, 6);
-      ahead(2);
-      _tile_loadd(7, w.ring + 3 * RIGHT, LINE);
-      _tile_dpbssd(3, 4, 7);
-      ahead(3);
+      multiply_ring(w.a + std::ptrdiff_t(kb) * PRODUCTS, w.ring, ahead);
     }
     std::uint8_t* const p = products[t % 2];
-    _tile_stored(0, p, LINE);
-    _tile_stored(1, p + PRODUCTS, LINE);
-    _tile_stored(2, p + 2 * PRODUCTS, LINE);
-    _tile_stored(3, p + 3 * PRODUCTS, LINE);
+    store_products(p, PRODUCTS);
     if (t > 0) finish(t - 1);
   }
   finish(w.n_tiles - 1);
@@ -183,9 +206,9 @@ void keys_of_blocks(const TileWork& given) {
         for (int i = 0; i < 2; ++i, p += PRODUCTS, fine += PRODUCTS) {
           const Floats scale = load<Floats>(w.scales + b * SUPER + at + 16 * i);
           for (int r = 0; r < MR; ++r) {
-            Ints low = low_of<MR>(p, r);
-            if constexpr (tile_fine(K)) low += high_of<MR>(fine, r);
-            sum[i][r] += to_floats((high_of<MR>(p, r) << 7) + low) * scale;
+            Ints low = product(p, MR + r);
+            if constexpr (tile_fine(K)) low += product(fine, r);
+            sum[i][r] += to_floats((product(p, r) << 7) + low) * scale;
           }
         }
       };
@@ -198,10 +221,7 @@ void keys_of_blocks(const TileWork& given) {
         if constexpr (tile_fine(K)) {
           for (int h = 0; h < 1 + two; ++h) {
             std::uint8_t* const p = products[h];
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
+            clear_products();
             _tile_loadd(4, a + h * PRODUCTS, LINE);
             _tile_loadd(6, right, LINE);
             _tile_dpbssd(0, 4, 6);
@@ -211,10 +231,7 @@ void keys_of_blocks(const TileWork& given) {
             _tile_dpbssd(2, 4, 6);
             _tile_loadd(7, right + WIDE + RIGHT, LINE);
             _tile_dpbssd(3, 4, 7);
-            _tile_stored(0, p, LINE);
-            _tile_stored(1, p + PRODUCTS, LINE);
-            _tile_stored(2, p + 2 * PRODUCTS, LINE);
-            _tile_stored(3, p + 3 * PRODUCTS, LINE);
+            store_products(p, PRODUCTS);
             if (h == 1) add(2 * kb, products[0], products[0] + 2 * PRODUCTS);
           }
           if constexpr (!DECODED)
@@ -270,10 +287,7 @@ KVPROOF_INLINE void values_by_twos(const TileWork& w, const Tables<I, K>& table,
   const std::int8_t* const a = w.a + std::ptrdiff_t(b) * (SUPER / TILE) * LEFT;
   if constexpr (!DECODED)
     decode_values_of<K>(w.tiles + g * block_codes(K, QUADS), 0, 2, table, w.ring);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  clear_products();
   for (int t = 0; t < w.n_tiles; ++t) {
     const std::uint8_t* const right =
         DECODED ? w.tiles + (std::ptrdiff_t(t) * (w.dim / 16) + g) * WIDE : w.ring;
@@ -308,9 +322,9 @@ KVPROOF_INLINE void values_by_twos(const TileWork& w, const Tables<I, K>& table,
   }
   for (int i = 0; i < 2; ++i)
     for (int r = 0; r < MR; ++r) {
-      Ints low = low_of<MR>(products + i * LEFT, r);
-      if constexpr (tile_fine(K)) low += high_of<MR>(products + (2 + i) * LEFT, r);
-      add_values(w, r, (g + i) * 16, b, high_of<MR>(products + i * LEFT, r), low);
+      Ints low = product(products + i * LEFT, MR + r);
+      if constexpr (tile_fine(K)) low += product(products + (2 + i) * LEFT, r);
+      add_values(w, r, (g + i) * 16, b, product(products + i * LEFT, r), low);
     }
 }
 
@@ -324,15 +338,11 @@ KVPROOF_INLINE void values_by_fours(const TileWork& w, const Tables<I, K>& table
     const std::uint8_t* const p = products[g / 4 % 2];
     for (int i = 0; i < 4; ++i)
       for (int r = 0; r < MR; ++r)
-        add_values(w, r, (g + i) * 16, 0, high_of<MR>(p + i * LEFT, r),
-                   low_of<MR>(p + i * LEFT, r));
+        add_values(w, r, (g + i) * 16, 0, product(p + i * LEFT, r), product(p + i * LEFT, MR + r));
   };
   int next_group = 0, next_tile = 0;
   for (int g = 0; g < groups; g += 4) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    clear_products();
     for (int t = 0; t < w.n_tiles; ++t) {
       if (++next_tile == w.n_tiles) next_tile = 0, next_group += 4;
       const bool more = next_group < groups;
@@ -342,25 +352,10 @@ KVPROOF_INLINE void values_by_fours(const TileWork& w, const Tables<I, K>& table
         const std::uint8_t* const src = next + i * block_codes(K, QUADS);
         if (more) decode_right<K>(src, QUADS, table, w.ring + i * RIGHT);
       };
-      _tile_loadd(4, w.a + t * LEFT, LINE);
-      _tile_loadd(6, w.ring, LINE);
-      _tile_dpbssd(0, 4, 6);
-      ahead(0);
-      _tile_loadd(7, w.ring + RIGHT, LINE);
-      _tile_dpbssd(1, 4, 7);
-      ahead(1);
-      _tile_loadd(6, w.ring + 2 * RIGHT, LINE);
-      _tile_dpbssd(2, 4, 6);
-      ahead(2);
-      _tile_loadd(7, w.ring + 3 * RIGHT, LINE);
-      _tile_dpbssd(3, 4, 7);
-      ahead(3);
+      multiply_ring(w.a + t * LEFT, w.ring, ahead);
     }
     std::uint8_t* const p = products[g / 4 % 2];
-    _tile_stored(0, p, LINE);
-    _tile_stored(1, p + LEFT, LINE);
-    _tile_stored(2, p + 2 * LEFT, LINE);
-    _tile_stored(3, p + 3 * LEFT, LINE);
+    store_products(p, LEFT);
     if (g > 0) finish(g - 4);
   }
   if (groups > 0) finish(groups - 4);
@@ -411,27 +406,15 @@ void keys_decoded(const TileWork& given) {
     };
     for (int t = 0; t < w.n_tiles; ++t)
       for (int pair = 0; pair < 2; ++pair) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        clear_products();
         for (int kb = 0; kb < blocks; ++kb) {
           const std::uint8_t* const right =
               w.tiles + ((std::ptrdiff_t(t) * blocks + kb) * 4 + 2 * pair) * RIGHT;
-          _tile_loadd(4, w.a + std::ptrdiff_t(kb) * PRODUCTS, LINE);
-          _tile_loadd(6, right, LINE);
-          _tile_dpbssd(0, 4, 6);
-          _tile_loadd(5, b + std::ptrdiff_t(kb) * PRODUCTS, LINE);
-          _tile_dpbssd(2, 5, 6);
-          _tile_loadd(7, right + RIGHT, LINE);
-          _tile_dpbssd(1, 4, 7);
-          _tile_dpbssd(3, 5, 7);
+          multiply_twos(w.a + std::ptrdiff_t(kb) * PRODUCTS, b + std::ptrdiff_t(kb) * PRODUCTS,
+                        right);
         }
         std::uint8_t* const p = products[pair];
-        _tile_stored(0, p, LINE);
-        _tile_stored(1, p + PRODUCTS, LINE);
-        _tile_stored(2, p + 2 * PRODUCTS, LINE);
-        _tile_stored(3, p + 3 * PRODUCTS, LINE);
+        store_products(p, PRODUCTS);
         if (pair == 1)
           finish(t, 0);
         else if (t > 0)
@@ -456,32 +439,19 @@ void values_decoded(const TileWork& given) {
         for (int r = 0; r < OCTET; ++r) {
           const std::uint8_t* const p = products[g / 2 % 2] + i * LEFT;
           add_values(i < 2 ? w : next, r, (g + i % 2) * 16, tile_blocks(K) ? g / 2 : 0,
-                     high_of<OCTET>(p, r), low_of<OCTET>(p, r));
+                     product(p, r), product(p, OCTET + r));
         }
     };
     for (int g = 0; g < w.dim / 16; g += 2) {
       const int b = tile_blocks(K) ? g / 2 : 0;
       const std::ptrdiff_t of_block = std::ptrdiff_t(b) * (SUPER / TILE) * LEFT;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
+      clear_products();
       for (int t = 0; t < w.n_tiles; ++t) {
         const std::uint8_t* const right = w.tiles + (std::ptrdiff_t(t) * (w.dim / 16) + g) * RIGHT;
-        _tile_loadd(4, w.a + of_block + t * LEFT, LINE);
-        _tile_loadd(6, right, LINE);
-        _tile_dpbssd(0, 4, 6);
-        _tile_loadd(5, next.a + of_block + t * LEFT, LINE);
-        _tile_dpbssd(2, 5, 6);
-        _tile_loadd(7, right + RIGHT, LINE);
-        _tile_dpbssd(1, 4, 7);
-        _tile_dpbssd(3, 5, 7);
+        multiply_twos(w.a + of_block + t * LEFT, next.a + of_block + t * LEFT, right);
       }
       std::uint8_t* const p = products[g / 2 % 2];
-      _tile_stored(0, p, LINE);
-      _tile_stored(1, p + LEFT, LINE);
-      _tile_stored(2, p + 2 * LEFT, LINE);
-      _tile_stored(3, p + 3 * LEFT, LINE);
+      store_products(p, LEFT);
       if (g > 0) finish(g - 2);
     }
     finish(w.dim / 16 - 2);
@@ -514,7 +484,6 @@ constexpr void fill(TileKernels& t, std::integer_sequence<int, K...>) {
 
 constexpr TileKernels make() {
   TileKernels t{};
-  t.name = "amx";
   t.offset = I::OFFSET;
   t.split_keys = true;
   fill(t, TileKindList{});

@@ -10,20 +10,9 @@ struct Vnni {
     return _mm256_dpbusd_avx_epi32(sum, entry, four);
   }
 };
-using I = Avx2Tiles<Vnni>;
-
-constexpr TileKernels make() {
-  TileKernels t{};
-  t.name = "avx2vnni";
-  t.offset = I::OFFSET;
-  fill_dots<I>(t, TileKindList{});
-  fill_rows<I>(t);
-  return t;
-}
-
 }  // namespace
 
-const TileKernels tiles_avx2vnni = make();
+const TileKernels tiles_avx2vnni = kernels_by_dots<Avx2Tiles<Vnni>>();
 
 }  // namespace kvproof
 #endif

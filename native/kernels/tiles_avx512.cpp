@@ -6,20 +6,8 @@
 #include "tiles_avx512.h"
 
 namespace kvproof {
-namespace {
 
-constexpr TileKernels make() {
-  TileKernels t{};
-  t.name = "avx512";
-  t.offset = Avx512Tiles<128>::OFFSET;
-  fill_dots<Avx512Tiles<128>>(t, TileKindList{});
-  fill_rows<Avx512Tiles<128>>(t);
-  return t;
-}
-
-}  // namespace
-
-const TileKernels tiles_avx512 = make();
+const TileKernels tiles_avx512 = kernels_by_dots<Avx512Tiles<128>>();
 
 }  // namespace kvproof
 #endif

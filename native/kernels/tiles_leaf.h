@@ -344,7 +344,6 @@ inline void add_row(const float* x, int n, float factor, float* sum) {
     store(sum + i, load<Floats>(sum + i) + load<Floats>(x + i) * factor);
 }
 
-// Fills the table of a set whose octets decode for themselves.
 template <class I, int K>
 constexpr void fill_kind(TileKernels& t) {
   t.keys[K][0] = keys_by_dots<I, K, 1>;
@@ -368,6 +367,15 @@ constexpr void fill_rows(TileKernels& t) {
   t.widen = I::widen;
 }
 using TileKindList = std::make_integer_sequence<int, TILE_KINDS>;
+// The kernels of a set with dot products: octets decode for themselves.
+template <class I>
+constexpr TileKernels kernels_by_dots() {
+  TileKernels t{};
+  t.offset = I::OFFSET;
+  fill_dots<I>(t, TileKindList{});
+  fill_rows<I>(t);
+  return t;
+}
 
 }  // namespace
 }  // namespace kvproof

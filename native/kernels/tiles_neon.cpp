@@ -61,18 +61,9 @@ struct NeonTiles {
   }
 };
 
-constexpr TileKernels make() {
-  TileKernels t{};
-  t.name = "neon";
-  t.offset = NeonTiles::OFFSET;
-  fill_dots<NeonTiles>(t, TileKindList{});
-  fill_rows<NeonTiles>(t);
-  return t;
-}
-
 }  // namespace
 
-const TileKernels tiles_neon = make();
+const TileKernels tiles_neon = kernels_by_dots<NeonTiles>();
 
 }  // namespace kvproof
 #endif

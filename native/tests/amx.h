@@ -5,54 +5,13 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/half.h"
-#include "kernels/tiles_leaf.h"
+#include "kernels/tiles_plain.h"
 
 namespace kvproof {
 namespace {
 
 template <int SHIFT>
-struct Avx512Tiles {
-  static constexpr int OFFSET = SHIFT, ROWS = 8;
-  static constexpr bool SIX_BITS = true;
-  struct Table {
-    std::uint8_t entry[64];
-  };
-  static Table table(const std::uint8_t* p) {
-    Table t;
-    std::memcpy(t.entry, p, 64);
-    return t;
-  }
-  template <int K, int COPY>
-  static Bytes look_up(const Table& t, Bytes index) {
-    Bytes out;
-    for (int i = 0; i < 64; ++i) out[i] = t.entry[index[i] & 63];
-    return out;
-  }
-  template <int MASK>
-  static Bytes merge(Bytes a, Bytes b) {
-    return (a & std::uint8_t(MASK)) | (b & std::uint8_t(~MASK));
-  }
-  static Bytes bytes(Bytes x) { return x ^ std::uint8_t(OFFSET); }
-  static Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-  static Floats larger_magnitude(Floats a, Floats b) {
-    return larger(Floats(Ints(a) & 0x7fffffff), Floats(Ints(b) & 0x7fffffff));
-  }
-  static float largest(Floats x) {
-    float top = x[0];
-    for (int i = 1; i < LANES; ++i) top = x[i] > top ? x[i] : top;
-    return top;
-  }
-  template <class V>
-  static auto total(V x) {
-    auto sum = x[0];
-    for (int i = 1; i < LANES; ++i) sum += x[i];
-    return sum;
-  }
-  static void widen(const std::uint8_t* halves, int n, float* out) {
-    for (int i = 0; i < n; ++i) out[i] = half_to_float(load_u16(halves + 2 * i));
-  }
-};
+using Avx512Tiles = PlainTiles<SHIFT>;
 
 struct TileRegister {
   std::uint8_t line[16][64];
