@@ -1,20 +1,13 @@
 """Kernels of instruction sets that the machine of the tests may lack, held to the gate.
 
-`native/tests/isa_cases.cpp` is compiled with the kernels of one set and takes the place of the
-compiled module: the same calls, over a pipe. The Arm kernels are cross-compiled and run under QEMU,
-those of AVX-VNNI run with its instruction spelled out in AVX2, and the scalar ones as they are,
-which tests the pipe itself.
+`native/tests/isa_cases.cpp` is compiled with the kernels of one set (cross.py) and takes the place
+of the compiled module: the same calls, over a pipe. The scalar kernels test the pipe itself.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import hashlib
-import platform
-import shutil
 import struct
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,72 +18,9 @@ from kvproof.evidence import Outcome
 from kvproof.mutants import Broken
 
 cpu = pytest.importorskip("kvproof.backends.cpu", reason="the native kernels are not built")
+import cross  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-NATIVE = ROOT / "native"
-FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
-ARM = platform.machine() in ("aarch64", "arm64")
-AVX2 = cpu.isas().get("avx2", False)
-ARM_FLAGS = ["-march=armv8.2-a+dotprod"]
-VNNI_FLAGS = [
-    "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-include", str(NATIVE / "tests/avxvnni.h"),
-]  # fmt: skip
-# Set -> compiler, flags of its own file, what runs the binary.
-SETS: dict[str, tuple[str, list[str], list[str]]] = {
-    "scalar": ("g++", [], []),
-    "neon": (
-        "g++" if ARM else "aarch64-linux-gnu-g++", ARM_FLAGS, [] if ARM else ["qemu-aarch64"]
-    ),
-    "avx2vnni": ("g++", VNNI_FLAGS, []),
-}  # fmt: skip
-
-
-def not_run(isa):
-    """Why a set cannot be tested here, or None."""
-    compiler, _, runner = SETS[isa]
-    lacking = [tool for tool in (compiler, *runner) if shutil.which(tool) is None]
-    if lacking:
-        return f"NOT_RUN {isa}: {' and '.join(lacking)} not installed (see CONTRIBUTING.md)"
-    if isa == "avx2vnni" and not AVX2:
-        return f"NOT_RUN {isa}: this machine has no AVX2"
-    return None
-
-
-def build(isa):
-    """The binary of a set, compiled again where any native source changed."""
-    compiler, flags, _ = SETS[isa]
-    kernels = NATIVE / "kernels"
-    sets = tuple(f"_{name}" for name in cpu.isas())
-    shared = [f for f in sorted(kernels.glob("*.cpp")) if not f.stem.endswith((*sets, "module"))]
-    own = kernels / f"kernels_{isa}.cpp"
-    seen = hashlib.sha256(" ".join([compiler, *FLAGS, *flags]).encode())
-    for file in sorted([*kernels.iterdir(), *(NATIVE / "tests").iterdir(), NATIVE / "pool.h"]):
-        seen.update(file.read_bytes())
-    folder = ROOT / "build" / "isa_cases" / f"{isa}-{seen.hexdigest()[:16]}"
-    binary = folder / "isa_cases"
-    if binary.exists():
-        return binary
-    folder.mkdir(parents=True, exist_ok=True)
-    define = f"-DKVPROOF_KERNELS=kernels_{isa}"
-
-    def compile_one(source):
-        to = folder / f"{source.stem}.o"
-        command = [compiler, *FLAGS, "-I", str(NATIVE), define, "-c", str(source), "-o", str(to)]
-        return to, subprocess.run(
-            command + (flags if source == own else []), capture_output=True, text=True
-        )
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(compile_one, [own, *shared, NATIVE / "tests/isa_cases.cpp"]))
-    for _, result in done:
-        assert result.returncode == 0, result.stderr
-    unfinished = folder / "unfinished"
-    objects = [str(to) for to, _ in done]
-    link = [compiler, "-static", "-pthread", *objects, "-o", str(unfinished)]
-    linked = subprocess.run(link, capture_output=True, text=True)
-    assert linked.returncode == 0, linked.stderr
-    unfinished.rename(binary)
-    return binary
+ISAS = ("scalar", "neon", "avx2vnni")
 
 
 class Elsewhere:
@@ -119,7 +49,9 @@ class Elsewhere:
                 self.process.stdin.write(struct.pack("<q", len(data)) + data)
 
     def number(self):
-        return struct.unpack("<q", self.process.stdout.read(8))[0]
+        data = self.process.stdout.read(8)
+        assert len(data) == 8, f"the process of {self.isa} has ended: {self.process.wait(60)}"
+        return struct.unpack("<q", data)[0]
 
     def fill(self, out):
         n = self.number()
@@ -196,10 +128,12 @@ class Elsewhere:
 def backend(request):
     """A CpuBackend whose calls go to the process of a set."""
     isa = request.param
-    reason = not_run(isa)
+    reason = cross.not_run(isa)
     if reason:
         pytest.skip(reason)
-    kernels = Elsewhere(isa, [*SETS[isa][2], str(build(isa))])
+    own = cross.KERNELS / f"kernels_{isa}.cpp"
+    program = cross.build(isa, "isa_cases", own, define=f"KVPROOF_KERNELS=kernels_{isa}")
+    kernels = Elsewhere(isa, [*cross.SETS[isa][2], str(program)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_kernels", kernels)
         patch.setattr(cpu, "_handed_over", set())
@@ -211,7 +145,7 @@ def backend(request):
     kernels.process.stdout.close()
 
 
-every_set = pytest.mark.parametrize("backend", SETS, indirect=True)
+every_set = pytest.mark.parametrize("backend", ISAS, indirect=True)
 
 # Every format as keys, and as values where it can be; row formats with a last half group too.
 KEYS = [f.name for f in formats.all_formats() if cpu.CpuBackend().refuses("scores", f, 128) is None]
@@ -249,7 +183,7 @@ def cases_of(key, value):
 # Other tests run the scalar and AVX2 kernels over all formats; here they show the way there.
 @pytest.mark.parametrize(
     ("backend", "pair"),
-    [(isa, pair) for isa in SETS for pair in (PAIRS if isa == "neon" else PAIRS[::4])],
+    [(isa, pair) for isa in ISAS for pair in (PAIRS if isa == "neon" else PAIRS[::4])],
     indirect=["backend"],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
