@@ -1,7 +1,6 @@
 """Attention over an encoded cache against torch's scaled_dot_product_attention, in one run.
 
     python benchmarks/attention.py                       # decode: one query after N cached tokens
-    python benchmarks/attention.py --prefill             # 512 queries after 8192 tokens
     python benchmarks/attention.py --formats tq4,q8_0/tq4 --shapes 32,8,128,32768 --json out.json
     python benchmarks/attention.py --scaling             # threads 1 and all, 1k to 128k tokens
 
@@ -16,9 +15,9 @@ baseline is the torch variant with the lowest median
 among bf16, f16 and f32, with `enable_gqa` and with the query group folded into the query length
 (the faster form: K and V are then read once a group). The ratio is the median over rounds of
 baseline / candidate with its 95 % bootstrap interval; "of f16" is the same against our own f16
-attention, and those that lose to it are named below the table. Our side reads the cache's row bytes
-in head-major order, as kvproof's cache holds them. Run on a quiet machine: the load average is
-printed and stored.
+attention, and those that lose to it are named below the table. Our side is the call that a layer's
+cache makes for a token (`Step.attend`), on buffers as the cache holds them. Prompts are in
+benchmarks/prefill.py. Run on a quiet machine: the load average is printed and stored.
 """
 
 from __future__ import annotations
@@ -35,14 +34,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvproof import formats
+from kvproof import evidence, formats
 from kvproof.backends.cpu import CpuBackend, default_threads
-from kvproof.evidence import Environment, Evidence, Outcome, Store
+from kvproof.evidence import Environment, Evidence, Outcome
 from kvproof.stats import interleaved_ratio
-from kvproof.store import TileStore
+from kvproof.store import RowStore, Store, TileStore
 
 DECODE = "32,8,128,32768;4,1,256,32768;8,1,512,32768;9,3,64,32768"
-PREFILL = "32,8,128,8704;4,1,256,8704;8,1,512,8704"
 # Keys and values in different formats: sketched keys, and more bits for keys than for values.
 PAIRS = (
     "qjl1_256/tbq3_0", "qjl1_256/q4_polar", "tbq4_0/tbq3_0", "q8_0/tq4", "tq8/tq4", "tq4/tq3",
@@ -105,11 +103,16 @@ def default_names() -> list[str]:
     return both + [pair for pair in PAIRS if set(pair_of(pair)) <= known]
 
 
-def encoded(be: CpuBackend, name: str, x: np.ndarray) -> np.ndarray:
-    """Rows `[n, kv_heads, bytes]` in head-major order of x `[kv_heads, n, dim]`."""
-    rows = be.encode(formats.get(name), x[:, :ENCODED])
-    times = -(-x.shape[1] // rows.shape[1])
-    return np.tile(rows, (1, times, 1))[:, : x.shape[1]].copy().transpose(1, 0, 2)
+def held(be: CpuBackend, name: str, side: str, x: np.ndarray, tiled: bool) -> Store:
+    """x `[kv_heads, n, dim]` encoded, as a layer's cache keeps it."""
+    fmt, (heads, n, dim) = formats.get(name), x.shape
+    size = fmt.row_bytes(dim)
+    store = TileStore(fmt, side, heads, size, be) if tiled else RowStore(heads, size)
+    store.move(0, 0, n)
+    rows = be.encode(fmt, x[:, :ENCODED]).transpose(1, 0, 2)
+    for at in range(0, n, ENCODED):
+        store.write(at, rows[: n - at])
+    return store
 
 
 def ours(
@@ -120,42 +123,39 @@ def ours(
     v: np.ndarray,
     threads: int | None = None,
 ) -> tuple[Run, int]:
-    """A call on encoded rows as a cache of this backend holds them, and the bytes it reads."""
+    """The call for a token, q `[1, heads, dim]`, and the bytes of the cache that it reads."""
     key, value = pair_of(name)
-    rows = encoded(be, key, k), encoded(be, value, v)
-    sides: list[Any] = list(rows)
-    if be.arranges(key, value, k.shape[2], v.shape[2]):
-        for i, (fmt, side) in enumerate(((key, "key"), (value, "value"))):
-            n, heads, size = rows[i].shape
-            store = TileStore(formats.get(fmt), side, heads, size, be)
-            store.move(0, 0, n)
-            store.write(0, rows[i])
-            sides[i] = store.view(0, n)
-    nbytes = sum(r.nbytes for r in rows)
-    return lambda: be.attention(q, *sides, key=key, value=value, threads=threads), nbytes
+    dims = k.shape[2], v.shape[2]
+    tiled = be.arranges(key, value, *dims)
+    keys, values = held(be, key, "key", k, tiled), held(be, value, "value", v, tiled)
+    step = be.step(key, value, (q.shape[1], k.shape[0]), dims, tiled=tiled)
+    if step is None:
+        raise SystemExit(f"{name}: {be.name} has no call for a token")
+    n, scale, out = k.shape[1], dims[0] ** -0.5, np.empty((1, q.shape[1], dims[1]), np.float32)
+
+    def run() -> None:
+        none = None
+        if not step.attend(threads, q, keys.buffer, values.buffer, 0, n, -1, scale, none, none,
+                           none, none, -1, none, 0, 0, out):  # fmt: skip
+            raise SystemExit(f"{name}: a number is not finite")
+
+    return run, n * k.shape[0] * (formats.get(key).row_bytes(dims[0])
+                                  + formats.get(value).row_bytes(dims[1]))  # fmt: skip
 
 
 def torch_variants(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, Run]:
-    """scaled_dot_product_attention by dtype and form; q `[n_q, heads, dim]`."""
+    """scaled_dot_product_attention by dtype and form; q `[1, heads, dim]`."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    n_q, heads, dim = q.shape
-    kv_heads, n = k.shape[:2]
+    heads, dim = q.shape[1:]
+    kv_heads = k.shape[0]
     group = heads // kv_heads
-    mask = None
-    if n_q > 1:
-        mask = torch.ones(n_q, n, dtype=torch.bool).tril(n - n_q)
     out: dict[str, Run] = {}
     for name, dtype in DTYPES.items():
         keys, values = (torch.from_numpy(x)[None].to(dtype) for x in (k, v))
         plain = torch.from_numpy(q).permute(1, 0, 2)[None].to(dtype).contiguous()
-        folded = plain.reshape(1, kv_heads, group * n_q, dim)
-        tall = None if mask is None else mask.repeat(group, 1)
-        out[f"torch {name} gqa"] = lambda q=plain, k=keys, v=values: sdpa(
-            q, k, v, attn_mask=mask, enable_gqa=True
-        )
-        out[f"torch {name} folded"] = lambda q=folded, k=keys, v=values, m=tall: sdpa(
-            q, k, v, attn_mask=m
-        )
+        folded = plain.reshape(1, kv_heads, group, dim)
+        out[f"torch {name} gqa"] = lambda q=plain, k=keys, v=values: sdpa(q, k, v, enable_gqa=True)
+        out[f"torch {name} folded"] = lambda q=folded, k=keys, v=values: sdpa(q, k, v)
     return out
 
 
@@ -163,13 +163,12 @@ def measure(
     be: CpuBackend,
     shape: tuple[int, ...],
     names: list[str],
-    n_q: int,
     rounds: int,
     bandwidth: float,
     with_torch: bool = True,
 ) -> list[dict[str, Any]]:
     heads, kv_heads, dim, n = shape
-    q = gaussian(0, n_q, heads, dim)
+    q = gaussian(0, 1, heads, dim)
     k, v = gaussian(1, kv_heads, n, dim), gaussian(2, kv_heads, n, dim)
     runs: dict[str, Run] = {}
     nbytes: dict[str, int] = {}
@@ -204,7 +203,7 @@ def measure(
         ratio = interleaved_ratio(t, times[best])
         median = float(np.median(t))
         row: dict[str, Any] = {
-            "shape": list(shape), "n_q": n_q, "name": label, "median_ms": median * 1e3,
+            "shape": list(shape), "n_q": 1, "name": label, "median_ms": median * 1e3,
             "min_ms": min(t) * 1e3, "rest_ms": float(np.median(from_rest[label])) * 1e3,
             "rest_ratio": float(np.median(from_rest[best]) / np.median(from_rest[label])),
             "baseline": best, "ratio": ratio.value, "low": ratio.low,
@@ -223,8 +222,8 @@ def measure(
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"\n(heads, kv heads, head_dim, tokens) = {tuple(rows[0]['shape'])}, "
-          f"{rows[0]['n_q']} queries; baseline: {rows[0]['baseline']}")  # fmt: skip
+    print(f"\n(heads, kv heads, head_dim, tokens) = {tuple(rows[0]['shape'])}; "
+          f"baseline: {rows[0]['baseline']}")  # fmt: skip
     for r in rows:
         traffic = ""
         if "gb_per_s" in r:
@@ -312,7 +311,6 @@ def main() -> None:
     parser.add_argument("--formats", help="formats, or pairs KEYS/VALUES; default: see above")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--prefill", action="store_true", help="512 queries instead of one")
     parser.add_argument(
         "--no-torch", action="store_true", help="our f16 is the baseline (torch dwells when busy)"
     )
@@ -337,11 +335,10 @@ def main() -> None:
     def keep(table: list[dict[str, Any]]) -> None:  # shape by shape: a run may be stopped
         rows.extend(table)
         if args.evidence:
-            Store(args.evidence).append(*(record(be, row, environment) for row in table))
+            evidence.Store(args.evidence).append(*(record(be, row, environment) for row in table))
 
-    for text in (args.shapes or (PREFILL if args.prefill else DECODE)).split(";"):
+    for text in (args.shapes or DECODE).split(";"):
         heads, kv_heads, dim, n = (int(part) for part in text.split(","))
-        n_q = 512 if args.prefill else 1
         for name in names:
             why = why_not(be, name, dim)
             if why:
@@ -352,9 +349,8 @@ def main() -> None:
             show_scaling(table)
             keep(table)
             continue
-        table = measure(
-            be, (heads, kv_heads, dim, n), names, n_q, args.rounds, bandwidth, not args.no_torch
-        )
+        shape = heads, kv_heads, dim, n
+        table = measure(be, shape, names, args.rounds, bandwidth, not args.no_torch)
         show(table)
         keep(table)
     environment["load_average_after"] = os.getloadavg()[0]
