@@ -192,6 +192,7 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, Coded format, const float
   std::atomic<bool> tame{false};
   pool.run(tasks, threads, [&](int task, int) {
     const std::ptrdiff_t first = task * ROWS_PER_TASK, last = std::min(rows, first + ROWS_PER_TASK);
+    if (isa.all_below(x + first * dim, (last - first) * dim, TAME)) return;
     const std::uint32_t top = isa.largest_bits(x + first * dim, (last - first) * dim);
     if (top > to_bits(TAME)) tame.store(true, std::memory_order_relaxed);
     if (top < INFINITE) return;

@@ -413,6 +413,9 @@ struct Kernels {
   // Bits of the largest magnitude, as an infinity or more where one is not finite.
   std::uint32_t (*largest_bits)(const float* x, std::ptrdiff_t n);
   bool (*finite)(const float* x, std::ptrdiff_t n);
+  // True only if all magnitudes are below `limit`, of which the square is finite. It may be false
+  // where some come close, and is where one is not finite.
+  bool (*all_below)(const float* x, std::ptrdiff_t n, float limit);
 };
 
 extern const Kernels kernels_scalar;

@@ -129,23 +129,7 @@ struct Avx512 : CodesAvx2 {
                  _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee));
     return add(_mm512_shuffle_f32x4(s[0], s[1], 0x88), _mm512_shuffle_f32x4(s[0], s[1], 0xdd));
   }
-  static W reduce(const W* a) {
-    W h[8], v[4], s[2];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)
-      h[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]),
-                              _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i)
-      v[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(h[2 * i], h[2 * i + 1]),
-                              _mm512_unpackhi_epi64(h[2 * i], h[2 * i + 1]));
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i)
-      s[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0x44),
-                              _mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0xee));
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(s[0], s[1], 0x88),
-                            _mm512_shuffle_i32x4(s[0], s[1], 0xdd));
-  }
+  static W reduce(const W* a) { return RowsAvx512::sums(a); }
 
   template <int N>
   static F repeat(const float* p) {

@@ -926,6 +926,24 @@ bool finite(const float* x, std::ptrdiff_t n) {
   return largest_bits<I>(x, n) < 0x7f800000;
 }
 
+// One instruction a vector: no sum of squares of which one reached limit * limit is below that.
+template <class I>
+bool all_below(const float* x, std::ptrdiff_t n, float limit) {
+  constexpr int L = I::LANES, SUMS = 8;
+  typename I::F sum[SUMS];
+  for (int k = 0; k < SUMS; ++k) sum[k] = I::zero();
+  std::ptrdiff_t i = 0;
+  for (; i + SUMS * L <= n; i += SUMS * L)
+#pragma GCC unroll 8
+    for (int k = 0; k < SUMS; ++k) {
+      const typename I::F v = I::load(x + i + k * L);
+      sum[k] = I::fma(v, v, sum[k]);
+    }
+  bool below = true;
+  for (int k = 0; k < SUMS; ++k) below = below && I::all_below(sum[k], I::set(limit * limit));
+  return below && largest_bits<I>(x + i, n - i) < to_bits(limit);
+}
+
 template <class I>
 inline float largest_magnitude(const float* x, int n) {
   constexpr int L = I::LANES;
@@ -956,10 +974,12 @@ float quantize(const float* x, int n, int largest, std::int16_t* out) {
   return m > 1e-30f ? m / float(largest) : 0;
 }
 
+enum Pass { LATER, FIRST, SIGNED };
+
 // The butterflies of length LEN to R * LEN / 2 over x, R vectors at a time, in the order of the
-// reference; of a FIRST pass, those within a vector before, and x * signs before that. With SCALE
-// the results are multiplied by `factor`.
-template <class I, int R, bool SCALE, bool FIRST = false>
+// reference; of a FIRST pass, those within a vector before, and of a SIGNED one x * signs before
+// that. With SCALE the results are multiplied by `factor`.
+template <class I, int R, bool SCALE, Pass PASS = LATER>
 inline void butterflies(const float* x, const float* signs, float* y, int n, int len,
                         typename I::F factor) {
   constexpr int L = I::LANES;
@@ -969,10 +989,9 @@ inline void butterflies(const float* x, const float* signs, float* y, int n, int
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         v[r] = I::load(x + j + r * len);
-        if constexpr (FIRST) {
-          if (signs) v[r] = I::mul(v[r], I::load(signs + j + r * len));
-          v[r] = I::butterflies(v[r]);
-        }
+        // A choice by `signs` in here would cost GCC half of its registers.
+        if constexpr (PASS == SIGNED) v[r] = I::mul(v[r], I::load(signs + j + r * len));
+        if constexpr (PASS != LATER) v[r] = I::butterflies(v[r]);
       }
 #pragma GCC unroll 3
       for (int half = 1; half < R; half *= 2)
@@ -988,33 +1007,37 @@ inline void butterflies(const float* x, const float* signs, float* y, int n, int
     }
 }
 
-template <class I, int R, bool SCALE>
+template <class I, int R, bool SCALE, Pass PASS>
 inline void first_butterflies(const float* x, const float* signs, float* y, int n, float factor) {
   if (SCALE && n == R * I::LANES)
-    butterflies<I, R, true, true>(x, signs, y, n, I::LANES, I::set(factor));
+    butterflies<I, R, true, PASS>(x, signs, y, n, I::LANES, I::set(factor));
   else
-    butterflies<I, R, false, true>(x, signs, y, n, I::LANES, I::zero());
+    butterflies<I, R, false, PASS>(x, signs, y, n, I::LANES, I::zero());
+}
+
+template <class I, bool SCALE, Pass PASS>
+inline void first_pass(const float* x, const float* signs, float* y, int n, float factor) {
+  switch (n / I::LANES) {
+    case 1:
+      return first_butterflies<I, 1, SCALE, PASS>(x, signs, y, n, factor);
+    case 2:
+      return first_butterflies<I, 2, SCALE, PASS>(x, signs, y, n, factor);
+    case 4:
+      return first_butterflies<I, 4, SCALE, PASS>(x, signs, y, n, factor);
+    default:
+      return first_butterflies<I, 8, SCALE, PASS>(x, signs, y, n, factor);
+  }
 }
 
 // y = Hadamard transform of x * signs (null: of x), times `factor` with SCALE; n is a power of two,
 // 16 or more. y may be x.
 template <class I, bool SCALE>
 inline void hadamard(const float* x, const float* signs, float* y, int n, float factor) {
-  constexpr int L = I::LANES;
-  int len = smaller(n, 8 * L);
-  switch (len / L) {
-    case 1:
-      first_butterflies<I, 1, SCALE>(x, signs, y, n, factor);
-      break;
-    case 2:
-      first_butterflies<I, 2, SCALE>(x, signs, y, n, factor);
-      break;
-    case 4:
-      first_butterflies<I, 4, SCALE>(x, signs, y, n, factor);
-      break;
-    default:
-      first_butterflies<I, 8, SCALE>(x, signs, y, n, factor);
-  }
+  int len = smaller(n, 8 * I::LANES);
+  if (signs)
+    first_pass<I, SCALE, SIGNED>(x, signs, y, n, factor);
+  else
+    first_pass<I, SCALE, FIRST>(x, nullptr, y, n, factor);
   const typename I::F scale = I::set(factor);
   for (; n / len > 8; len *= 8) butterflies<I, 8, false>(y, nullptr, y, n, len, scale);
   if (n / len == 8)
@@ -1121,16 +1144,34 @@ inline void store_unit(float unit, const float* y, int dim, std::uint8_t* end, C
   std::memcpy(end - 2, &h, 2);
 }
 
-// Root of the mean square, in the order of the reference.
+// Roots of the mean squares of R rows, in the order of the reference.
+template <class I, int R>
+inline void root_mean_squares_of(const float* y, std::ptrdiff_t stride, int dim, float* out) {
+  LaneSum<I> energy[R];
+  for (int i = 0; i < dim; i += 16)
+    for (int part = 0; part < LaneSum<I>::PARTS; ++part)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const typename I::F v = I::load(y + r * stride + i + part * I::LANES);
+        energy[r].part[part] = I::add(energy[r].part[part], I::mul(v, v));
+      }
+  for (int r = 0; r < R; ++r) out[r] = __builtin_sqrtf(energy[r].total() / float(dim));
+}
+
+// Rows go together: every term of a row's sum waits for the one before it.
+template <class I>
+inline void root_mean_squares(const float* y, std::ptrdiff_t stride, int rows, int dim,
+                              float* out) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) root_mean_squares_of<I, 4>(y + r * stride, stride, dim, out + r);
+  for (; r < rows; ++r) root_mean_squares_of<I, 1>(y + r * stride, stride, dim, out + r);
+}
+
 template <class I>
 inline float root_mean_square(const float* y, int dim) {
-  LaneSum<I> energy;
-  for (int i = 0; i < dim; i += 16)
-    for (int part = 0; part < LaneSum<I>::PARTS; ++part) {
-      const typename I::F v = I::load(y + i + part * I::LANES);
-      energy.part[part] = I::add(energy.part[part], I::mul(v, v));
-    }
-  return __builtin_sqrtf(energy.total() / float(dim));
+  float size;
+  root_mean_squares_of<I, 1>(y, 0, dim, &size);
+  return size;
 }
 
 // In rows.h.
@@ -1544,6 +1585,7 @@ constexpr Kernels make_kernels(const char* name) {
   k.project = project<I>;
   k.largest_bits = largest_bits<I>;
   k.finite = finite<I>;
+  k.all_below = all_below<I>;
   return k;
 }
 

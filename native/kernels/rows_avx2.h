@@ -39,29 +39,42 @@ struct RowsAvx2 {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
   }
 
+  // Sums of `count` registers.
+  static void reduce(__m256i* a, int count, std::int32_t* out) {
+    int i = 0;
+    for (; i + 8 <= count; i += 8) store(out + i, sums(a + i));
+    for (; i < count; ++i) out[i] = sum(a[i]);
+  }
+
   // [32 levels][less 0, 16, 32, ...]
   template <int LEVELS>
-  static std::int32_t levels(const float* y, int n, float inverse, std::uint8_t* level) {
-    const __m256 factor = _mm256_set1_ps(inverse), sign = _mm256_set1_ps(-0.f);
+  static void levels(const Batch& b, const float* inverse, std::uint8_t* level,
+                     std::int32_t* beyond) {
+    const __m256 sign = _mm256_set1_ps(-0.f);
     const __m256i last = _mm256_set1_epi16(16 * (LEVELS - 1));
-    __m256i beyond = _mm256_setzero_si256();
-    for (int i = 0; i < n; i += STEP) {
-      const auto positions = [&](int at) {
-        const __m256 magnitude = _mm256_andnot_ps(sign, _mm256_loadu_ps(y + i + at));
-        return _mm256_cvtps_epi32(_mm256_mul_ps(magnitude, factor));
-      };
-      const __m256i a = _mm256_packs_epi32(positions(0), positions(8));
-      const __m256i b = _mm256_packs_epi32(positions(16), positions(24));
-      beyond = add_pairs(beyond, _mm256_subs_epu16(a, last));
-      beyond = add_pairs(beyond, _mm256_subs_epu16(b, last));
-      const __m256i sixteenth = _mm256_set1_epi16(1 << 11);  // mulhrs: (x + 8) >> 4
-      __m256i at =
-          _mm256_packus_epi16(_mm256_mulhrs_epi16(a, sixteenth), _mm256_mulhrs_epi16(b, sixteenth));
-      at = _mm256_min_epu8(at, _mm256_set1_epi8(LEVELS - 1));
-      for (int k = 0; k < LEVELS / 16; ++k, level += STEP)
-        store(level, _mm256_sub_epi8(at, _mm256_set1_epi8(char(16 * k))));
+    __m256i above[MAX_ROWS];
+    for (int r = 0; r < b.rows; ++r) {
+      const float* const y = b.row(r);
+      const __m256 factor = _mm256_set1_ps(inverse[r]);
+      above[r] = _mm256_setzero_si256();
+      for (int i = 0; i < b.n; i += STEP) {
+        const auto positions = [&](int at) {
+          const __m256 magnitude = _mm256_andnot_ps(sign, _mm256_loadu_ps(y + i + at));
+          return _mm256_cvtps_epi32(_mm256_mul_ps(magnitude, factor));
+        };
+        const __m256i low = _mm256_packs_epi32(positions(0), positions(8));
+        const __m256i high = _mm256_packs_epi32(positions(16), positions(24));
+        above[r] = add_pairs(above[r], _mm256_subs_epu16(low, last));
+        above[r] = add_pairs(above[r], _mm256_subs_epu16(high, last));
+        const __m256i sixteenth = _mm256_set1_epi16(1 << 11);  // mulhrs: (x + 8) >> 4
+        __m256i at = _mm256_packus_epi16(_mm256_mulhrs_epi16(low, sixteenth),
+                                         _mm256_mulhrs_epi16(high, sixteenth));
+        at = _mm256_min_epu8(at, _mm256_set1_epi8(LEVELS - 1));
+        for (int k = 0; k < LEVELS / 16; ++k, level += STEP)
+          store(level, _mm256_sub_epi8(at, _mm256_set1_epi8(char(16 * k))));
+      }
     }
-    return sum(beyond);
+    reduce(above, b.rows, beyond);
   }
 
   template <int N>
@@ -86,76 +99,94 @@ struct RowsAvx2 {
     }
   };
 
+  // Two tries at a time read the levels half as often.
   template <int LEVELS, int TRIES>
-  static void costs(const std::uint8_t* level, int n, const UnitSearch& search,
-                    std::int32_t* cost) {
-    for (int first = 0; first < TRIES; first += 8) {
-      __m256i total[8];
-#pragma GCC unroll 8
-      for (int k = 0; k < 8; ++k) {
-        const Table<LEVELS> table(search.cost[first + k]);
-        __m256i acc = _mm256_setzero_si256();
-        for (const std::uint8_t* at = level; at < level + n * (LEVELS / 16);
-             at += STEP * (LEVELS / 16))
-          acc = _mm256_add_epi64(acc, _mm256_sad_epu8(table.of_stored(at), _mm256_setzero_si256()));
-        total[k] = acc;
+  static void costs(const Batch& b, const std::uint8_t* level, const UnitSearch& search,
+                    std::int32_t (*cost)[TRIES]) {
+    constexpr int PLACES = LEVELS / 16;
+    __m256i total[MAX_ROWS][TRIES];
+    for (int k = 0; k < TRIES; k += 2) {
+      const Table<LEVELS> first(search.cost[k]), second(search.cost[k + 1]);
+      const std::uint8_t* at = level;
+      for (int r = 0; r < b.rows; ++r) {
+        const __m256i zero = _mm256_setzero_si256();
+        __m256i of_first = zero, of_second = zero;
+        for (int i = 0; i < b.n; i += STEP, at += STEP * PLACES) {
+          of_first = _mm256_add_epi64(of_first, _mm256_sad_epu8(first.of_stored(at), zero));
+          of_second = _mm256_add_epi64(of_second, _mm256_sad_epu8(second.of_stored(at), zero));
+        }
+        total[r][k] = of_first;
+        total[r][k + 1] = of_second;
       }
-      store(cost + first, sums(total));
     }
+    reduce(total[0], b.rows * TRIES, cost[0]);
   }
 
   template <int LEVELS>
-  static void products(const std::uint8_t* level, int n, const LevelTable& entries,
-                       std::int32_t* out) {
-    const Table<LEVELS> table(entries);
-    __m256i of_levels = _mm256_setzero_si256(), squares = _mm256_setzero_si256();
-    for (const std::uint8_t* at = level; at < level + n * (LEVELS / 16);
-         at += STEP * (LEVELS / 16)) {
-      const __m256i entry = table.of_stored(at);
-      of_levels = add_pairs(of_levels, _mm256_maddubs_epi16(load(at), entry));
-      squares = add_pairs(squares, _mm256_maddubs_epi16(entry, entry));
+  static void products(const Batch& b, const std::uint8_t* level, const UnitSearch& search,
+                       const int* best, std::int32_t (*out)[2]) {
+    constexpr int PLACES = LEVELS / 16;
+    __m256i total[MAX_ROWS][2];
+    for (int r = 0; r < b.rows; ++r) {
+      const Table<LEVELS> table(search.entry[best[r]]);
+      __m256i of_levels = _mm256_setzero_si256(), squares = _mm256_setzero_si256();
+      for (int i = 0; i < b.n; i += STEP, level += STEP * PLACES) {
+        const __m256i entry = table.of_stored(level);
+        of_levels = add_pairs(of_levels, _mm256_maddubs_epi16(load(level), entry));
+        squares = add_pairs(squares, _mm256_maddubs_epi16(entry, entry));
+      }
+      total[r][0] = of_levels;
+      total[r][1] = squares;
     }
-    out[0] = sum(of_levels);
-    out[1] = sum(squares);
+    reduce(total[0], 2 * b.rows, out[0]);
   }
 
   template <int F>
-  static void codes(const float* y, int n, int dim, float inverse, const UnitSearch& search,
-                    std::uint8_t* out, std::int32_t* sums) {
+  static void codes(const Batch& b, const float* inverse, const UnitSearch& search,
+                    std::uint8_t* out, std::int32_t (*sums_out)[2]) {
     const Table<BUCKETS<F>> below(search.below), cut(search.cut);
     const __m256i half = twice(search.half.at), zero = _mm256_setzero_si256();
-    const __m256 factor = _mm256_set1_ps(inverse);
-    __m256i of_row = zero, squares = zero;
-    for (int i = 0; i < n; i += STEP) {
-      const auto scaled = [&](int at) {
-        return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(y + i + at), factor));
-      };
-      const __m256i z[2] = {_mm256_packs_epi32(scaled(0), scaled(16)),
-                            _mm256_packs_epi32(scaled(8), scaled(24))};
-      const __m256i a[2] = {_mm256_abs_epi16(z[0]), _mm256_abs_epi16(z[1])};
-      const __m256i rest_mask = _mm256_set1_epi16((1 << SHIFT<F>)-1);
-      const __m256i bucket = _mm256_min_epu8(
-          _mm256_packus_epi16(_mm256_srli_epi16(a[0], SHIFT<F>), _mm256_srli_epi16(a[1], SHIFT<F>)),
-          _mm256_set1_epi8(BUCKETS<F> - 1));
-      const __m256i rest =
-          _mm256_packus_epi16(_mm256_and_si256(a[0], rest_mask), _mm256_and_si256(a[1], rest_mask));
-      const __m256i index =
-          _mm256_sub_epi8(below.of(bucket), _mm256_cmpgt_epi8(rest, cut.of(bucket)));
-      const __m256i entry = _mm256_shuffle_epi8(half, index);
-      of_row = _mm256_add_epi32(of_row, _mm256_madd_epi16(a[0], _mm256_unpacklo_epi8(entry, zero)));
-      of_row = _mm256_add_epi32(of_row, _mm256_madd_epi16(a[1], _mm256_unpackhi_epi8(entry, zero)));
-      squares = add_pairs(squares, _mm256_maddubs_epi16(entry, entry));
-      const __m256i negative = _mm256_cmpgt_epi8(zero, _mm256_packs_epi16(z[0], z[1]));
-      // HALF + index, or HALF - 1 - index
-      const __m256i code =
-          _mm256_add_epi8(_mm256_xor_si256(index, negative), _mm256_set1_epi8(HALF<F>));
-      // Words of four codes: 0, 4, 2, 6 of the values in the low half, 1, 5, 3, 7 in the high one.
-      const __m256i natural =
-          _mm256_permutevar8x32_epi32(code, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
-      store_codes<F>(natural, i, dim, out);
+    __m256i total[MAX_ROWS][2];
+    for (int r = 0; r < b.rows; ++r, out += row_bytes(F, b.dim)) {
+      const float* const y = b.row(r);
+      const __m256 factor = _mm256_set1_ps(inverse[r]);
+      __m256i of_row = zero, squares = zero;
+      for (int i = 0; i < b.n; i += STEP) {
+        const auto scaled = [&](int at) {
+          return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(y + i + at), factor));
+        };
+        const __m256i z[2] = {_mm256_packs_epi32(scaled(0), scaled(16)),
+                              _mm256_packs_epi32(scaled(8), scaled(24))};
+        const __m256i a[2] = {_mm256_abs_epi16(z[0]), _mm256_abs_epi16(z[1])};
+        const __m256i rest_mask = _mm256_set1_epi16((1 << SHIFT<F>)-1);
+        const __m256i bucket =
+            _mm256_min_epu8(_mm256_packus_epi16(_mm256_srli_epi16(a[0], SHIFT<F>),
+                                                _mm256_srli_epi16(a[1], SHIFT<F>)),
+                            _mm256_set1_epi8(BUCKETS<F> - 1));
+        const __m256i rest = _mm256_packus_epi16(_mm256_and_si256(a[0], rest_mask),
+                                                 _mm256_and_si256(a[1], rest_mask));
+        const __m256i index =
+            _mm256_sub_epi8(below.of(bucket), _mm256_cmpgt_epi8(rest, cut.of(bucket)));
+        const __m256i entry = _mm256_shuffle_epi8(half, index);
+        of_row =
+            _mm256_add_epi32(of_row, _mm256_madd_epi16(a[0], _mm256_unpacklo_epi8(entry, zero)));
+        of_row =
+            _mm256_add_epi32(of_row, _mm256_madd_epi16(a[1], _mm256_unpackhi_epi8(entry, zero)));
+        squares = add_pairs(squares, _mm256_maddubs_epi16(entry, entry));
+        const __m256i negative = _mm256_cmpgt_epi8(zero, _mm256_packs_epi16(z[0], z[1]));
+        // HALF + index, or HALF - 1 - index
+        const __m256i code =
+            _mm256_add_epi8(_mm256_xor_si256(index, negative), _mm256_set1_epi8(HALF<F>));
+        // Words of four codes: 0, 4, 2, 6 of the values in the low half, 1, 5, 3, 7 in the high
+        // one.
+        const __m256i natural =
+            _mm256_permutevar8x32_epi32(code, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
+        store_codes<F>(natural, i, b.dim, out);
+      }
+      total[r][0] = of_row;
+      total[r][1] = squares;
     }
-    sums[0] = sum(of_row);
-    sums[1] = sum(squares);
+    reduce(total[0], 2 * b.rows, sums_out[0]);
   }
 
   // Up to 32 codes, one a byte, to the group at s of a row, if the row reaches it.

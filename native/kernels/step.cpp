@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 #include "half.h"
 
@@ -63,37 +64,43 @@ bool append_token(const Kernels& isa, Coded key, Coded value, const Shape& shape
                   const Condition* condition, const std::uint8_t* page, std::ptrdiff_t page_stride,
                   const Slot& k_slot, const Slot& v_slot) {
   const int heads = shape.kv_heads;
-  std::vector<float> rows(std::size_t(heads) * std::max(shape.dim_k, shape.dim_v));
-  std::vector<std::uint8_t> codes;
-  for (const bool values : {false, true}) {
-    const TokenRows from = values ? v : k;
-    const Coded format = values ? value : key;
-    const int dim = values ? shape.dim_v : shape.dim_k;
-    for (int h = 0; h < heads; ++h) {
-      const float* const row = from.base + h * from.stride;
-      float* const to = rows.data() + std::ptrdiff_t(h) * dim;
-      if (values || !condition)
-        std::memcpy(to, row, std::size_t(dim) * sizeof(float));
-      else if (isa.finite(row, dim))
-        condition_key(row, *condition, h, dim, page + h * page_stride, to);
-      else
-        return false;
-    }
-    const std::ptrdiff_t bytes = row_bytes(format.fmt, dim);
-    codes.resize(std::size_t(heads * bytes));
-    Counts counts;
-    if (encode(isa, 1, format, rows.data(), heads, dim, values ? v_scale : k_scale, codes.data(),
-               counts) >= 0)
+  const std::size_t k_size = std::size_t(heads) * shape.dim_k,
+                    v_size = std::size_t(heads) * shape.dim_v;
+  const std::ptrdiff_t k_bytes = row_bytes(key.fmt, shape.dim_k),
+                       v_bytes = row_bytes(value.fmt, shape.dim_v);
+  const std::unique_ptr<float[]> rows(new float[k_size + v_size]);
+  const std::unique_ptr<std::uint8_t[]> codes(
+      new std::uint8_t[std::size_t(heads * (k_bytes + v_bytes))]);
+  float *const of_k = rows.get(), *const of_v = of_k + k_size;
+  std::uint8_t *const k_codes = codes.get(), *const v_codes = k_codes + heads * k_bytes;
+  for (int h = 0; h < heads; ++h) {
+    const float* const row = k.base + h * k.stride;
+    float* const to = of_k + std::ptrdiff_t(h) * shape.dim_k;
+    if (!condition)
+      std::memcpy(to, row, std::size_t(shape.dim_k) * sizeof(float));
+    else if (isa.finite(row, shape.dim_k))
+      condition_key(row, *condition, h, shape.dim_k, page + h * page_stride, to);
+    else
       return false;
-    const Slot& to = values ? v_slot : k_slot;
-    if (to.tiles) {
-      if (pack(1, {codes.data(), 0, bytes}, 1, *to.tiles, to.at) >= 0) return false;
-      continue;
-    }
-    for (int h = 0; h < heads; ++h)
-      std::memcpy(to.base + h * to.stride, codes.data() + h * bytes, std::size_t(bytes));
+    std::memcpy(of_v + std::ptrdiff_t(h) * shape.dim_v, v.base + h * v.stride,
+                std::size_t(shape.dim_v) * sizeof(float));
   }
-  return true;
+  Counts counts;
+  // One call: rows that go together hide each other's waits for sums and divisions.
+  const bool together = key.fmt == value.fmt && key.book == value.book &&
+                        shape.dim_k == shape.dim_v && !k_scale && !v_scale;
+  if (encode(isa, 1, key, of_k, together ? 2 * heads : heads, shape.dim_k, k_scale, k_codes,
+             counts) >= 0)
+    return false;
+  if (!together && encode(isa, 1, value, of_v, heads, shape.dim_v, v_scale, v_codes, counts) >= 0)
+    return false;
+  const auto store = [&](const Slot& to, const std::uint8_t* from, std::ptrdiff_t bytes) {
+    if (to.tiles) return pack(1, {from, 0, bytes}, 1, *to.tiles, to.at) < 0;
+    for (int h = 0; h < heads; ++h)
+      std::memcpy(to.base + h * to.stride, from + h * bytes, std::size_t(bytes));
+    return true;
+  };
+  return store(k_slot, k_codes, k_bytes) && store(v_slot, v_codes, v_bytes);
 }
 
 bool attend_token(const Kernels& isa, int threads, const Query& q, const Held& held, Mask mask,

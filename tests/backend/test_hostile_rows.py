@@ -71,6 +71,9 @@ ROWS = {
     "constant": constant(1.5),
     "one value": single(-2.0),
     "one 7e4": single(7e4),
+    # About 2^40, from where a row is scaled before it is rotated.
+    "one 1.2e12": single(1.2e12),
+    "all 1e12": constant(1e12),
     "one 1e30": single(-1e30),
     "all 1e30": constant(1e30),
     "largest": constant(3.4e38),
