@@ -142,7 +142,8 @@ def default_threads() -> int:
     return int(text)
 
 
-_SERIAL_BYTES = 1 << 16  # fewer bytes to be packed are not worth a second thread
+# Fewer bytes to be packed are not worth a second thread, and so many rows are one thread's task.
+_SERIAL_BYTES, _SERIAL_ROWS = 1 << 16, 64
 
 
 class CpuBackend:
@@ -176,10 +177,10 @@ class CpuBackend:
             return f"backend cpu: no operation {op!r}"
         if f.name not in _kernels.FORMATS:
             return f"{f.name}: backend cpu has no {op} kernel for it"
-        sides = ["key"] if op == "scores" else sorted(f.sides & {"key", "value"})
-        if not sides:
+        side = "key" if op == "scores" or "key" in f.sides else "value"
+        if op != "scores" and side not in f.sides:
             return f"{f.name}: not a format of cached rows"
-        reason = f.refuses(head_dim, sides[0])
+        reason = f.refuses(head_dim, side)
         if reason is None and f.stored_values(head_dim) > _kernels.MAX_DIM:
             widest = _kernels.MAX_DIM * head_dim // f.stored_values(head_dim)
             return f"{f.name}: head_dim {head_dim} is above {widest}, the widest CPU row"
@@ -205,7 +206,7 @@ class CpuBackend:
 
         As everywhere here, `out` takes the result: a contiguous NumPy array of its shape and dtype.
         """
-        return self.encode_counted(fmt, x, scale, out=out)[0]
+        return self._encode(fmt, x, scale, out)[0]
 
     def encode_counted(
         self,
@@ -216,6 +217,12 @@ class CpuBackend:
         out: NDArray[np.uint8] | None = None,
     ) -> tuple[NDArray[np.uint8], Counters]:
         """`encode`, and how many scales or elements were saturated or flushed to zero."""
+        result, *counts = self._encode(fmt, x, scale, out)
+        return result, Counters(*counts)
+
+    def _encode(
+        self, fmt: str | Format, x: Any, scale: Any, out: NDArray[np.uint8] | None
+    ) -> tuple[NDArray[np.uint8], int, int]:
         f = format_of(fmt)
         values = _floats(x, f"{f.name}: encode")
         if values.ndim == 0:
@@ -226,12 +233,13 @@ class CpuBackend:
         row_scale = _row_scales(f, scale, values.shape[:-1])
         width = f.row_bytes(n)
         result = _output(out, (*values.shape[:-1], width), np.uint8, f"{f.name}: encode")
+        threads = 1 if len(rows) <= _SERIAL_ROWS else default_threads()
         bad, saturated, flushed = _kernels.encode(
-            self.isa, default_threads(), _handle(f), rows, row_scale, result.reshape(-1, width)
+            self.isa, threads, _handle(f), rows, row_scale, result.reshape(-1, width)
         )
         if bad >= 0:
             raise RequestError(f"{f.name}: row {bad}: non-finite input")
-        return result, Counters(saturated, flushed)
+        return result, saturated, flushed
 
     def decode(
         self,
@@ -473,6 +481,8 @@ def _array(x: Any, what: str) -> NDArray[Any]:
 
 def _floats(x: Any, what: str) -> NDArray[np.float32]:
     values = _array(x, what)
+    if values.dtype == np.float32:
+        return values
     if values.dtype.kind not in "fiu":
         raise RequestError(f"{what} must be an array of real numbers, got {values.dtype}")
     with np.errstate(over="ignore"):  # beyond float32 is infinite, and refused as that
