@@ -2,8 +2,9 @@
 //
 // A task is (KV head, block of query rows, chunk of tokens), as in attention.cpp. A block has up to
 // BLOCK_ROWS rows, multiplied eight at a time; sets with a matrix unit decode the tiles of a step
-// once for all of them. Tiles that no row of an octet sees are skipped. Chunks depend on the shapes
-// only, and are merged in order: any number of threads gives the same bytes.
+// once for up to SHARED_ROWS of them, multiplied sixteen at a time. Tiles that no row of an octet
+// sees are skipped. Chunks depend on the shapes only, and are merged in order: any number of
+// threads gives the same bytes.
 #include "tiles.h"
 
 #include <algorithm>
@@ -20,8 +21,7 @@
 namespace kvproof {
 namespace {
 
-constexpr int BLOCK_ROWS = 64;
-constexpr int OCTETS = BLOCK_ROWS / OCTET;
+constexpr int BLOCK_ROWS = 64, SHARED_ROWS = 128;
 constexpr int SMALLEST_CHUNK = 1024;
 constexpr int TILES = SUPER / TILE;
 
@@ -45,13 +45,39 @@ TileTable make_table(int fmt, const Book& book, int offset, float second) {
     }
   return t;
 }
+// Of block formats that are decoded to rows: see DECODED. Integer entries have low bytes of zero.
+TileTable make_wide_table(int fmt, const Book& book) {
+  const int kind = tile_kind(fmt), first = first_plane(kind);
+  TileTable t;
+  float factor = 256;
+  if (first != 8) {
+    float largest = 0;
+    for (int i = 0; i < book.count; ++i) largest = std::max(largest, std::fabs(book.value[i]));
+    if (tile_fine(kind))
+      factor = 32767 / largest;
+    else
+      while (2 * factor * largest <= 32768) factor *= 2;
+    for (int copy = 0; copy < 4; ++copy)
+      for (int i = 0; i < 64; ++i) {
+        int code = i & ((1 << first) - 1);
+        if (second_plane(kind)) code |= (i >> (first + copy) & 1) << first;
+        const int entry = int(std::nearbyint(book.value[code % book.count] * factor));
+        t.entry[copy][i] = std::uint8_t(entry >> 8);
+        t.fine[copy][i] = std::uint8_t(entry);
+      }
+  }
+  t.scale = factor * DECODED;
+  return t;
+}
 // Made once for each format, side and kind of entries: books of these formats never change.
-const TileTable& table_of(const TileSide& side, int offset, bool values) {
-  static std::array<std::array<TileTable, 4>, FORMATS> tables;
-  static std::array<std::array<std::once_flag, 4>, FORMATS> made;
-  const std::size_t fmt = std::size_t(side.fmt), at = std::size_t(2 * (offset != 0) + values);
+const TileTable& table_of(const TileSide& side, int offset, bool values, bool wide) {
+  static std::array<std::array<TileTable, 5>, FORMATS> tables;
+  static std::array<std::array<std::once_flag, 5>, FORMATS> made;
+  const std::size_t fmt = std::size_t(side.fmt),
+                    at = wide ? 4 : std::size_t(2 * (offset != 0) + values);
   std::call_once(made[fmt][at], [&] {
-    tables[fmt][at] = make_table(side.fmt, *side.book, offset, values ? 256.f : 128.f);
+    tables[fmt][at] = wide ? make_wide_table(side.fmt, *side.book)
+                           : make_table(side.fmt, *side.book, offset, values ? 256.f : 128.f);
   });
   return tables[fmt][at];
 }
@@ -62,8 +88,9 @@ class TileAttention : Blocks {
                 const TileSide& values, Mask mask, const Offsets& offsets, float scale, float* out,
                 float* lse)
       : Blocks(q, keys.heads, keys.n, keys.first, mask, offsets,
-               std::min(q.n * (q.heads / keys.heads), BLOCK_ROWS), values.dim, values.dim, out,
-               lse),
+               std::min(q.n * (q.heads / keys.heads),
+                        tiles.decode_keys[tile_kind(keys.fmt)] ? SHARED_ROWS : BLOCK_ROWS),
+               values.dim, values.dim, out, lse),
         isa_(isa),
         tiles_(tiles),
         keys_(keys),
@@ -71,18 +98,22 @@ class TileAttention : Blocks {
         factor_(scale * LOG2_E),
         key_kind_(tile_kind(keys.fmt)),
         value_kind_(tile_kind(values.fmt)),
-        key_table_(table_of(keys, tiles.offset, false)),
-        value_table_(table_of(values, tiles.offset, true)),
+        shared_(block_rows_ > OCTET && tiles.decode_keys[key_kind_]),
+        key_table_(table_of(keys, tiles.offset, false, shared_ && tile_blocks(key_kind_))),
+        value_table_(table_of(values, tiles.offset, true, shared_ && tile_blocks(value_kind_))),
         key_spin_({keys.fmt, keys.book}, keys.dim),
         value_spin_({values.fmt, values.book}, values.dim),
         width_(block_rows_ > 4   ? 3
                : block_rows_ > 2 ? 2
                                  : block_rows_ - 1),
-        shared_(block_rows_ > OCTET && tiles.decode_keys[key_kind_]),
-        octets_(up((block_rows_ + OCTET - 1) / OCTET, shared_ ? 2 : 1)),
-        key_scales_(tile_blocks(key_kind_) ? keys.dim / GROUP : 1),
-        value_scales_(tile_blocks(value_kind_) ? values.dim / GROUP : 1),
-        halves_(tiles.split_keys && tile_blocks(key_kind_)),
+        at_once_(shared_ ? 2 : 1),
+        octets_(up((block_rows_ + OCTET - 1) / OCTET, at_once_)),
+        stored_key_scales_(tile_blocks(key_kind_) ? keys.dim / GROUP : 1),
+        stored_value_scales_(tile_blocks(value_kind_) ? values.dim / GROUP : 1),
+        key_scales_(shared_ ? 1 : stored_key_scales_),
+        value_scales_(shared_ ? 1 : stored_value_scales_),
+        weights_of_rows_(shared_ || !tile_blocks(value_kind_)),
+        halves_(tiles.split_keys && tile_blocks(key_kind_) && !shared_),
         left_blocks_(halves_ ? keys.dim / GROUP : up(keys.dim, BLOCK_DIMS) / BLOCK_DIMS) {
     cut(SMALLEST_CHUNK, SUPER, TILE);
   }
@@ -132,7 +163,7 @@ class TileAttention : Blocks {
 
  private:
   struct Prepared {       // query rows of a block
-    std::int8_t* left;    // [octet][block][2 * rows][64]
+    std::int8_t* left;    // [octet or two][block][2 * rows][64]
     std::int32_t* start;  // [octet][scale][OCTET]
     float* step;          // [octet][OCTET]
     float* y;             // scratch: [dim]
@@ -140,20 +171,27 @@ class TileAttention : Blocks {
   };
   struct Worker {
     Prepared query;
-    float *key_scales, *value_scales;  // [scale][SUPER]
-    float *scores, *units;             // [octet][OCTET][SUPER]; [SUPER], see `units_of`
-    std::int8_t* weights;              // [up to two octets][scale][TILES][2 * rows][64]
+    float *key_scales, *value_scales;  // as stored, [scale][SUPER]
+    float *key_units, *value_units;    // [SUPER], see `units_of`
+    float* scores;                     // [up to two octets][OCTET][SUPER]
+    std::int8_t* weights;              // [scale][TILES][2 * rows of an octet, or of two][64]
     std::int32_t* weight_start;        // [those][scale][OCTET]
     float* weight_step;                // [those][OCTET]
-    std::uint8_t *ring, *decoded;
+    std::uint8_t *ring, *decoded_keys, *decoded_values;
     float *sum_of_values, *maximum, *sum, *alpha, *largest, *y;
   };
 
   int octet_rows() const { return 1 << width_; }
   std::size_t left_bytes() const { return std::size_t(left_blocks_) * 2 * octet_rows() * LINE; }
 
-  std::size_t weight_bytes() const {
-    return std::size_t(value_scales_) * TILES * 2 * octet_rows() * LINE;
+  // Where the parts of row r are in its left side, and how many bytes a block of that has.
+  struct Parts {
+    std::ptrdiff_t high, low, block;
+  };
+  Parts parts_of(int r) const {
+    const int at = r % (shared_ ? PAIR : OCTET), width = octet_rows();
+    if (shared_) return {pair_high(at) * LINE, pair_low(at) * LINE, 2 * PAIR * LINE};
+    return {at * LINE, (width + at) * LINE, 2 * width * LINE};
   }
 
   void carve(Carver& c, Prepared& p) const {
@@ -165,17 +203,20 @@ class TileAttention : Blocks {
   }
   void carve(Carver& c, Worker& w) const {
     carve(c, w.query);
-    w.key_scales = c.take<float>(std::size_t(key_scales_) * SUPER);
-    w.value_scales = c.take<float>(std::size_t(value_scales_) * SUPER);
-    w.scores = c.take<float>(std::size_t(octets_) * OCTET * SUPER);
-    w.units = c.take<float>(SUPER);
-    const std::size_t at_once = shared_ ? 2 : 1;
-    w.weights = c.take<std::int8_t>(at_once * weight_bytes());
+    w.key_scales = c.take<float>(std::size_t(stored_key_scales_) * SUPER);
+    w.value_scales = c.take<float>(std::size_t(stored_value_scales_) * SUPER);
+    w.key_units = c.take<float>(SUPER);
+    w.value_units = c.take<float>(SUPER);
+    const std::size_t at_once = std::size_t(at_once_);
+    w.scores = c.take<float>(at_once * OCTET * SUPER);
+    w.weights =
+        c.take<std::int8_t>(at_once * std::size_t(value_scales_) * TILES * 2 * octet_rows() * LINE);
     w.weight_start = c.take<std::int32_t>(at_once * std::size_t(value_scales_) * OCTET);
     w.weight_step = c.take<float>(at_once * OCTET);
     w.ring = c.take<std::uint8_t>(RING);
-    w.decoded = c.take<std::uint8_t>(
-        shared_ ? std::size_t(std::max(key_tile_decoded(), value_tile_decoded())) * TILES : 0);
+    w.decoded_keys = c.take<std::uint8_t>(shared_ ? std::size_t(key_tile_decoded()) * TILES : 0);
+    w.decoded_values =
+        c.take<std::uint8_t>(shared_ ? std::size_t(value_tile_decoded()) * TILES : 0);
     w.sum_of_values = c.take<float>(std::size_t(octets_) * OCTET * values_.dim);
     for (float** p : {&w.maximum, &w.sum, &w.alpha, &w.largest})
       *p = c.take<float>(std::size_t(octets_) * OCTET);
@@ -183,14 +224,14 @@ class TileAttention : Blocks {
   }
 
   std::ptrdiff_t key_tile_decoded() const {
-    return std::ptrdiff_t(up(keys_.dim, BLOCK_DIMS)) * TILE * (tile_fine(key_kind_) ? 2 : 1);
+    return std::ptrdiff_t(up(keys_.dim, BLOCK_DIMS)) * TILE * (decoded_fine(key_kind_) ? 2 : 1);
   }
   std::ptrdiff_t value_tile_decoded() const {
-    return std::ptrdiff_t(values_.dim) * TILE * (tile_fine(value_kind_) ? 2 : 1);
+    return std::ptrdiff_t(values_.dim) * TILE * (decoded_fine(value_kind_) ? 2 : 1);
   }
 
   void prepare(int head, int block, Prepared& p) const {
-    const int n = rows_of(block), dim = keys_.dim, width = octet_rows();
+    const int n = rows_of(block), dim = keys_.dim;
     std::memset(p.left, 0, octets_ * left_bytes());
     for (int r = 0; r < octets_ * OCTET; ++r) {
       p.step[r] = 1;
@@ -199,13 +240,14 @@ class TileAttention : Blocks {
       if (r >= n) continue;
       key_spin_.forward(isa_, query(head, block * block_rows_ + r), factor_, dim, p.y);
       p.step[r] = isa_.quantize(p.y, dim, LARGEST_QUERY, p.natural) / key_table_.scale;
-      std::int8_t* const left = p.left + r / OCTET * left_bytes();
       const int at = r % OCTET;
+      std::int8_t* const left =
+          p.left + (shared_ ? r / PAIR * 2 : r / OCTET) * std::ptrdiff_t(left_bytes());
+      const Parts parts = parts_of(r);
       for (int b = 0; b < dim / GROUP; ++b) {
         // Of the 64 dims of a block, or the 32 of its own with zeros beside them.
-        const std::ptrdiff_t block_of = halves_ ? b : b / 2;
-        std::int8_t* const high = left + (block_of * 2 * width + at) * LINE + b % 2 * GROUP;
-        std::int8_t* const low = high + width * LINE;
+        std::int8_t* const of_block = left + (halves_ ? b : b / 2) * parts.block + b % 2 * GROUP;
+        std::int8_t *const high = of_block + parts.high, *const low = of_block + parts.low;
         const std::int16_t* const x = p.natural + b * GROUP;
         int sum = 0;
         for (int d = 0; d < GROUP; ++d) {
@@ -248,9 +290,15 @@ class TileAttention : Blocks {
   // Slots [from, end), from a multiple of TILE.
   void step(const Prepared& query, int head, int block, int n, int from, int end, Worker& w) const {
     const int n_tiles = (end - from + TILE - 1) / TILE;
-    const std::uint8_t* const k = widen(keys_, head, from, n_tiles, key_scales_, w.key_scales);
+    const std::uint8_t* const k =
+        widen(keys_, head, from, n_tiles, stored_key_scales_, w.key_scales);
     const std::uint8_t* const v =
-        widen(values_, head, from, n_tiles, value_scales_, w.value_scales);
+        widen(values_, head, from, n_tiles, stored_value_scales_, w.value_scales);
+    const float* const key_units =
+        shared_ ? units_of(key_kind_, w.key_scales, stored_key_scales_, n_tiles, w.key_units)
+                : w.key_scales;
+    const float* const value_units =
+        units_of(value_kind_, w.value_scales, stored_value_scales_, n_tiles, w.value_units);
     TileWork kw{}, vw{};
     kw.dim = keys_.dim;
     kw.table = &key_table_;
@@ -258,71 +306,65 @@ class TileAttention : Blocks {
     vw.dim = values_.dim;
     vw.table = &value_table_;
     vw.a = w.weights;
-    vw.a_of_octet = std::ptrdiff_t(weight_bytes());
     vw.start = w.weight_start;
     vw.step = w.weight_step;
+    kw.stride = keys_.tile_stride();
+    vw.stride = values_.tile_stride();
     if (shared_) {
       kw.tiles = k;
-      kw.stride = keys_.tile_stride();
-      kw.n_tiles = n_tiles;
-      tiles_.decode_keys[key_kind_](kw, w.decoded);
-    }
-    const float* const units = units_of(n_tiles, w);
-    const int at_once = shared_ ? 2 : 1;
-    int first[OCTETS], last[OCTETS];  // tiles that an octet, or one of two, sees
-    for (int o = 0; o < octets_; o += at_once) {
-      const int row = block * block_rows_ + o * OCTET;
-      const int rows = std::min(at_once * OCTET, n - o * OCTET);
-      const int lowest = low(row / group_), highest = high((row + rows - 1) / group_);
-      first[o] = std::clamp((lowest - from) / TILE, 0, n_tiles);
-      last[o] = lowest < highest && rows > 0
-                    ? std::clamp((highest - from + TILE - 1) / TILE, 0, n_tiles)
-                    : 0;
-      if (first[o] >= last[o]) continue;
-      kw.n_tiles = last[o] - first[o];
-      kw.tiles =
-          shared_ ? w.decoded + first[o] * key_tile_decoded() : k + first[o] * keys_.tile_stride();
-      kw.stride = keys_.tile_stride();
-      kw.a = query.left + o * left_bytes();
-      kw.a_of_octet = std::ptrdiff_t(left_bytes());
-      kw.start = query.start + o * key_scales_ * OCTET;
-      kw.scales = w.key_scales + first[o] * TILE;
-      kw.scores = w.scores + o * OCTET * SUPER + first[o] * TILE;
-      const auto multiply =
-          shared_ ? tiles_.keys_decoded[key_kind_] : tiles_.keys[key_kind_][width_];
-      multiply(kw);
-      for (int r = 0; r < (shared_ ? 2 * OCTET : octet_rows()); ++r)
-        softmax(query, head, block, n, o * OCTET + r, from, first[o], last[o], units, w);
-    }
-    if (shared_) {
       vw.tiles = v;
-      vw.stride = values_.tile_stride();
-      vw.n_tiles = n_tiles;
-      tiles_.decode_values[value_kind_](vw, w.decoded);
+      kw.n_tiles = vw.n_tiles = n_tiles;
+      kw.scales = w.key_scales;
+      vw.scales = w.value_scales;
+      kw.units = key_units;
+      vw.units = value_units;
+      tiles_.decode_keys[key_kind_](kw, w.decoded_keys);
+      tiles_.decode_values[value_kind_](vw, w.decoded_values);
     }
-    for (int o = 0; o < octets_; o += at_once) {
-      if (first[o] >= last[o]) continue;
-      for (int i = 0; i < at_once; ++i) weigh(o + i, i, first[o], last[o], w);
-      vw.n_tiles = last[o] - first[o];
-      vw.tiles = shared_ ? w.decoded + first[o] * value_tile_decoded()
-                         : v + first[o] * values_.tile_stride();
-      vw.stride = values_.tile_stride();
+    // From scores to sums of values before the next rows: their scores stay in L1.
+    for (int o = 0; o < octets_; o += at_once_) {
+      const int row = block * block_rows_ + o * OCTET;
+      const int rows = std::min(at_once_ * OCTET, n - o * OCTET);
+      if (rows <= 0) break;
+      const int lowest = low(row / group_), highest = high((row + rows - 1) / group_);
+      // Tiles that one of the rows sees.
+      const int first = std::clamp((lowest - from) / TILE, 0, n_tiles);
+      const int last =
+          lowest < highest ? std::clamp((highest - from + TILE - 1) / TILE, 0, n_tiles) : 0;
+      if (first >= last) continue;
+      kw.n_tiles = vw.n_tiles = last - first;
+      kw.tiles =
+          shared_ ? w.decoded_keys + first * key_tile_decoded() : k + first * keys_.tile_stride();
+      kw.a = query.left + o * left_bytes();
+      kw.start = query.start + o * key_scales_ * OCTET;
+      kw.scales = key_units + first * TILE;
+      kw.scores = w.scores + first * TILE;
+      const auto multiply_keys =
+          shared_ ? tiles_.keys_decoded[decoded_fine(key_kind_)] : tiles_.keys[key_kind_][width_];
+      multiply_keys(kw);
+      for (int r = 0; r < at_once_ * octet_rows(); ++r)
+        softmax(query, head, block, n, o * OCTET + r, from, first, last, value_units, w);
+      for (int i = 0; i < at_once_; ++i) weigh(o + i, i, first, last, w);
+      vw.tiles = shared_ ? w.decoded_values + first * value_tile_decoded()
+                         : v + first * values_.tile_stride();
       vw.alpha = w.alpha + o * OCTET;
       vw.out = w.sum_of_values + std::ptrdiff_t(o) * OCTET * values_.dim;
-      const auto multiply =
-          shared_ ? tiles_.values_decoded[value_kind_] : tiles_.values[value_kind_][width_];
-      multiply(vw);
+      const auto multiply_values = shared_ ? tiles_.values_decoded[decoded_fine(value_kind_)]
+                                           : tiles_.values[value_kind_][width_];
+      multiply_values(vw);
     }
   }
 
-  // What the largest weight of a token is its probability times.
-  const float* units_of(int n_tiles, Worker& w) const {
-    if (value_scales_ == 1) return w.value_scales;
-    for (int t = 0; t < n_tiles * TILE; ++t) w.units[t] = std::fabs(w.value_scales[t]);
-    for (int b = 1; b < value_scales_; ++b)
+  // The scales of rows, and of block formats the largest magnitude in each row: what a row's unit
+  // becomes when it is decoded, and what the largest weight of a token is its probability times.
+  static const float* units_of(int kind, const float* scales, int count, int n_tiles,
+                               float* units) {
+    if (!tile_blocks(kind)) return scales;
+    for (int t = 0; t < n_tiles * TILE; ++t) units[t] = std::fabs(scales[t]);
+    for (int b = 1; b < count; ++b)
       for (int t = 0; t < n_tiles * TILE; ++t)
-        w.units[t] = std::max(w.units[t], std::fabs(w.value_scales[b * SUPER + t]));
-    return w.units;
+        units[t] = std::max(units[t], std::fabs(scales[b * SUPER + t]));
+    return units;
   }
 
   // First tile of a step; its scales as floats, [scale][SUPER].
@@ -340,7 +382,7 @@ class TileAttention : Blocks {
 
   void softmax(const Prepared& query, int head, int block, int n, int r, int from, int first,
                int last, const float* units, Worker& w) const {
-    float* const s = w.scores + r * SUPER;
+    float* const s = w.scores + r % (at_once_ * OCTET) * SUPER;
     const int begin = first * TILE, end = last * TILE;
     const int row = block * block_rows_ + r, i = row / group_;
     const int seen = r < n ? std::clamp(low(i) - from, begin, end) : end;
@@ -355,8 +397,8 @@ class TileAttention : Blocks {
                offsets[(offsets_.phase + from + t - keys_.first) / offsets_.page] * LOG2_E;
       factor = 1;
     }
-    w.largest[r] = tiles_.softmax(s + begin, end - begin, factor, units + begin,
-                                  !tile_blocks(value_kind_), w.maximum + r, w.sum + r, w.alpha + r);
+    w.largest[r] = tiles_.softmax(s + begin, end - begin, factor, units + begin, weights_of_rows_,
+                                  w.maximum + r, w.sum + r, w.alpha + r);
   }
 
   // The left side of an octet's products with values, to place `at`. All blocks of a row share a
@@ -370,15 +412,14 @@ class TileAttention : Blocks {
       const float inverse = any ? float(LARGEST_WEIGHT) / largest : 0;
       w.weight_step[at * OCTET + r] =
           any ? largest / float(LARGEST_WEIGHT) / value_table_.scale : 0;
+      const Parts parts = parts_of(at * OCTET + r);
       for (int b = 0; b < value_scales_; ++b) {
-        std::int8_t* const high =
-            w.weights + at * weight_bytes() + (std::ptrdiff_t(b) * TILES * 2 * width + r) * LINE;
+        std::int8_t* const of_scale = w.weights + b * TILES * parts.block;
         std::int32_t sums[2];
-        tiles_.weights(
-            w.scores + (octet * OCTET + r) * SUPER + first * TILE,
-            tile_blocks(value_kind_) ? w.value_scales + b * SUPER + first * TILE : nullptr, n,
-            inverse, reinterpret_cast<std::uint8_t*>(high),
-            reinterpret_cast<std::uint8_t*>(high + width * LINE), 2 * width * LINE, sums);
+        tiles_.weights(w.scores + (at * OCTET + r) * SUPER + first * TILE,
+                       weights_of_rows_ ? nullptr : w.value_scales + b * SUPER + first * TILE, n,
+                       inverse, reinterpret_cast<std::uint8_t*>(of_scale + parts.high),
+                       reinterpret_cast<std::uint8_t*>(of_scale + parts.low), parts.block, sums);
         w.weight_start[(at * value_scales_ + b) * OCTET + r] =
             -tiles_.offset * (sums[0] + (tile_fine(value_kind_) ? sums[1] : 0));
       }
@@ -409,13 +450,16 @@ class TileAttention : Blocks {
   const TileSide keys_, values_;
   const float factor_;
   const int key_kind_, value_kind_;
+  const bool shared_;  // tiles are decoded once for all octets, which are multiplied by twos
   const TileTable &key_table_, &value_table_;
   const Spin key_spin_, value_spin_;
   const int width_;
-  const bool shared_;  // tiles are decoded once for all octets, which are multiplied by twos
+  const int at_once_;  // octets
   const int octets_;
-  const int key_scales_, value_scales_;
-  const bool halves_;  // see TileKernels::split_keys
+  const int stored_key_scales_, stored_value_scales_;  // of a row
+  const int key_scales_, value_scales_;                // in its products
+  const bool weights_of_rows_;                         // one scale is in all weights of a token
+  const bool halves_;                                  // see TileKernels::split_keys
   const int left_blocks_;
   std::vector<Prepared> prepared_;  // [head][block], if there are several chunks
 };

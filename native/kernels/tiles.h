@@ -8,6 +8,10 @@
 // stored scale) 256 * high + low, both parts int8; the entries of a codebook are int8, or where
 // they are not integers, int8 and a second int8 worth a 128th (keys) or 256th (values) of it. The
 // product of the second and a low part is left out. So a query row counts as two rows of bytes.
+//
+// Where tiles are decoded once for many query rows, block formats become row formats on the way: a
+// row has one unit, the largest magnitude of its scales, and its entries times what their scale is
+// of that unit are int8 and fine int8.
 #pragma once
 
 #include <cstddef>
@@ -47,6 +51,8 @@ constexpr int tile_kind(int f) {
 }
 constexpr bool tile_blocks(int kind) { return path_of(KIND_FORMATS[kind]) == BLOCK; }
 constexpr bool tile_fine(int kind) { return kind >= T_TBQ4; }  // entries have a second table
+// Once decoded for many query rows, entries have a fine part.
+constexpr bool decoded_fine(int kind) { return tile_blocks(kind) || tile_fine(kind); }
 constexpr int first_plane(int kind) { return planes_of(KIND_FORMATS[kind]).bits[0]; }
 constexpr int second_plane(int kind) { return planes_of(KIND_FORMATS[kind]).bits[1]; }
 constexpr int kind_bits(int kind) { return planes_of(KIND_FORMATS[kind]).all(); }
@@ -58,6 +64,10 @@ struct TileTable {
   alignas(64) std::uint8_t entry[4][64], fine[4][64];  // int8, or 128 more: TileKernels::offset
   float scale;                                         // value = entry / scale
 };
+// For block formats that are decoded to rows, `entry` and `fine` are the high and low bytes of
+// entries of 16 bits. A decoded entry is one of those, times what its scale is of the row's unit,
+// times this.
+constexpr float DECODED = 127.f / 32768;
 
 // Tiles of one side of one sequence: [head][tile][tile bytes].
 struct TileSide {
@@ -71,19 +81,25 @@ struct TileSide {
   std::ptrdiff_t tile_stride() const { return tile_bytes(fmt, dim); }
 };
 
-// An octet's query rows against up to SUPER tokens, or its weights against their values. Decoded
-// tiles are multiplied with two octets of eight rows at once, whose arrays follow each other.
+// Decoded tiles are multiplied with two octets of eight rows at once. Their left side has these
+// lines for row r of both: so the high parts of all 16 rows are neighbours, as fine entries want.
+constexpr int PAIR = 2 * OCTET;
+constexpr int pair_high(int r) { return OCTET + r; }
+constexpr int pair_low(int r) { return r < OCTET ? r : PAIR + r; }
+
+// An octet's query rows against up to SUPER tokens, or its weights against their values. The arrays
+// of two octets follow each other.
 struct TileWork {
   const std::uint8_t* tiles;  // first tile, or its decoded form
   std::ptrdiff_t stride;      // to the next
   int n_tiles, dim;
   const TileTable* table;
-  const std::int8_t* a;       // left side: see tiles_leaf.h
-  std::ptrdiff_t a_of_octet;  // to that of the second octet
+  const std::int8_t* a;  // left side: see tiles_leaf.h
   // What the sums of shifted entries start from: [row] of row formats, [block of 32][OCTET] of
   // block formats.
   const std::int32_t* start;
   const float* scales;        // keys: row formats [SUPER], block formats [dim / 32][SUPER]
+  const float* units;         // of rows that block formats are decoded to, [SUPER]
   float* scores;              // keys: [row][SUPER], in units of the rows' steps
   const float *alpha, *step;  // values: factor of what is there, and step of the weights, [row]
   float* out;                 // values: [row][dim]
@@ -92,14 +108,16 @@ struct TileWork {
 
 struct TileKernels {
   int offset;  // 128: entries are unsigned
-  // The left side of keys of block formats has a block for each 32 dims, zero elsewhere: what a
-  // matrix unit multiplies is always 64 wide.
+  // The left side of keys of block formats has a block for each 32 dims, zero elsewhere, unless
+  // they are decoded to rows: what a matrix unit multiplies is always 64 wide.
   bool split_keys;
-  // Decoded bytes of up to SUPER tokens; null: every octet decodes for itself.
+  // Decoded bytes of up to SUPER tokens, block formats as rows of `units`; null: every octet
+  // decodes for itself.
   void (*decode_keys[TILE_KINDS])(const TileWork&, std::uint8_t* out);
   void (*decode_values[TILE_KINDS])(const TileWork&, std::uint8_t* out);
-  void (*keys_decoded[TILE_KINDS])(const TileWork&);
-  void (*values_decoded[TILE_KINDS])(const TileWork&);
+  // Two octets against decoded tiles, without and with fine entries.
+  void (*keys_decoded[2])(const TileWork&);
+  void (*values_decoded[2])(const TileWork&);
   void (*keys[TILE_KINDS][TILE_WIDTHS])(const TileWork&);
   void (*values[TILE_KINDS][TILE_WIDTHS])(const TileWork&);
   // n (a multiple of 64, up to SUPER) scores of a row times `factor` to probabilities, in base 2

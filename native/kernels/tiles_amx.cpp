@@ -4,7 +4,8 @@
 // rows lines; the right side is 64 dims or tokens by 16 lanes, decoded to a small ring in L1 just
 // before it is multiplied, or once for all octets of a block of query rows.
 //
-// Registers: 0-3 hold products, 4 and 5 left sides, 6 and 7 right sides.
+// Registers: 0-3 hold products, 4 and 5 (3 to 5 with fine entries of two octets) left sides, 6 and
+// 7 right sides.
 #if defined(__x86_64__)
 #ifdef KVPROOF_EMULATED_AMX
 #include "tests/amx.h"
@@ -19,6 +20,7 @@ using I = Avx512Tiles<0>;
 constexpr int RIGHT = QUADS * LINE;  // bytes of a right side
 // And of one with its second table.
 constexpr int right_bytes(int kind) { return tile_fine(kind) ? 2 * RIGHT : RIGHT; }
+constexpr int decoded_bytes(int kind) { return decoded_fine(kind) ? 2 * RIGHT : RIGHT; }
 static_assert(4 * RIGHT <= int(RING) && 2 * right_bytes(T_TBQ4) <= int(RING));
 
 struct Shapes {  // operand of ldtilecfg
@@ -65,21 +67,103 @@ KVPROOF_INLINE void decode_values_of(const std::uint8_t* tile, int g, int count,
     decode_right<K>(tile + (g + i) * block_codes(K, QUADS), QUADS, table, out + i * right_bytes(K));
 }
 
-// [tile][block][4 lanes of 16], and [tile][group].
+// Block formats to rows of one unit: entries of 16 bits, those of even bytes and those of odd ones,
+// times 2^15 of what their scale is of the unit, are the entries of the row. The largest is 127
+// times 128 (keys) or 256 (values), which is what the high part is worth.
+template <int K, bool KEYS>
+KVPROOF_INLINE void store_of_row(std::uint8_t* out, Bytes entry, Bytes fine, Ints even, Ints odd) {
+  Bytes a = left<8>(entry), b;
+  if constexpr (tile_fine(K)) {
+    a = I::even_odd(fine, a);
+    b = I::even_odd(right<8>(fine), entry);
+  } else {
+    b = I::even_odd(Bytes{}, entry);
+  }
+  const Shorts x = I::scaled(Shorts(a), Shorts(even)), y = I::scaled(Shorts(b), Shorts(odd));
+  // The high part is rounded, so that the fine one is as small as can be.
+  constexpr std::uint16_t half = KEYS ? 64 : 128;
+  const Bytes up_x = Bytes(x + half), up_y = Bytes(y + half);
+  if constexpr (KEYS) {
+    store(out, I::even_odd(right<7>(up_x), left<1>(up_y)));
+    store(out + RIGHT, (I::even_odd(up_x, left<8>(up_y)) & std::uint8_t(127)) - std::uint8_t(64));
+  } else {
+    store(out, I::even_odd(right<8>(up_x), up_y));
+    store(out + RIGHT, I::even_odd(Bytes(x), left<8>(Bytes(y))));
+  }
+}
+// What scales are of their units, in 16 bits of each lane: 2^15 * `most` / 2^15 at most. The low
+// bits of a sum with `round` are the rounded number.
+KVPROOF_INLINE Ints shares(const float* scales, Floats inverse) {
+  constexpr float round = 12582912.f;
+  return Ints(load<Floats>(scales) * inverse + round);
+}
+KVPROOF_INLINE Floats inverse_of(const float* units, int most) {
+  const Floats unit = load<Floats>(units);
+  return unit > 0.f ? float(most) / unit : all(0.f);
+}
+KVPROOF_INLINE Ints both(Ints low, Ints high) { return (low & 0xffff) | high << 16; }
+
+// [tile][block][4 lanes of 16], and [tile][group]; fine entries follow each right side.
 template <int K>
 void decode_keys(const TileWork& given, std::uint8_t* out) {
   const TileWork w = given;
   const Tables<I, K> table(*w.table);
-  for (int t = 0; t < w.n_tiles; ++t)
-    for (int kb = 0; kb * BLOCK_DIMS < w.dim; ++kb, out += 4 * right_bytes(K))
-      decode_keys_of<K>(w.tiles + t * w.stride, w.dim, kb, table, out);
+  const int blocks = (w.dim + BLOCK_DIMS - 1) / BLOCK_DIMS;
+  for (int t = 0; t < w.n_tiles; ++t, out += blocks * 4 * decoded_bytes(K)) {
+    const std::uint8_t* const tile = w.tiles + t * w.stride;
+    if constexpr (!tile_blocks(K)) {
+      for (int kb = 0; kb < blocks; ++kb)
+        decode_keys_of<K>(tile, w.dim, kb, table, out + kb * 4 * decoded_bytes(K));
+    } else {
+      for (int cg = 0; cg < 4; ++cg) {
+        const Floats inverse = inverse_of(w.units + t * TILE + 16 * cg, LARGEST_QUERY);
+        for (int kb = 0; kb < blocks; ++kb) {
+          const int n = quads_of_block(w.dim, kb);
+          const std::uint8_t* const src = key_block<K>(tile, kb, n, cg);
+          std::uint8_t* const to = out + (kb * 4 + cg) * decoded_bytes(K);
+          for (int h = 0; h < n / 8; ++h) {
+            const Ints x = shares(w.scales + (2 * kb + h) * SUPER + t * TILE + 16 * cg, inverse);
+            const Ints share = both(x, x);
+            visit8<I, K>(src, n, h, table, [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
+              store_of_row<K, true>(to + (8 * h + quad) * LINE, entry, fine, share, share);
+            });
+          }
+        }
+      }
+    }
+  }
 }
 template <int K>
 void decode_values(const TileWork& given, std::uint8_t* out) {
   const TileWork w = given;
   const Tables<I, K> table(*w.table);
-  for (int t = 0; t < w.n_tiles; ++t, out += w.dim / 16 * right_bytes(K))
-    decode_values_of<K>(w.tiles + t * w.stride, 0, w.dim / 16, table, out);
+  for (int t = 0; t < w.n_tiles; ++t, out += w.dim / 16 * decoded_bytes(K)) {
+    const std::uint8_t* const tile = w.tiles + t * w.stride;
+    if constexpr (!tile_blocks(K)) {
+      decode_values_of<K>(tile, 0, w.dim / 16, table, out);
+    } else {
+      Floats inverse[4];
+      for (int i = 0; i < 4; ++i)
+        inverse[i] = inverse_of(w.units + t * TILE + 16 * i, LARGEST_WEIGHT);
+      for (int g = 0; g < w.dim / 16; g += 2) {
+        Ints x[4];
+        for (int i = 0; i < 4; ++i)
+          x[i] = shares(w.scales + g / 2 * SUPER + t * TILE + 16 * i, inverse[i]);
+        // Tokens r, r + 32, r + 16, r + 48 of quad row r.
+        alignas(64) std::int32_t even[QUADS], odd[QUADS];
+        store(even, both(x[0], x[1]));
+        store(odd, both(x[2], x[3]));
+        for (int i = 0; i < 2; ++i)
+          for (int h = 0; h < 2; ++h)
+            visit8<I, K>(tile + (g + i) * block_codes(K, QUADS), QUADS, h, table,
+                         [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
+                           const int q = 8 * h + quad;
+                           store_of_row<K, false>(out + (g + i) * decoded_bytes(K) + q * LINE,
+                                                  entry, fine, all(even[q]), all(odd[q]));
+                         });
+      }
+    }
+  }
 }
 
 // Row r of products: MR high parts, then MR low ones.
@@ -118,18 +202,6 @@ KVPROOF_INLINE void multiply_ring(const std::int8_t* left, const std::uint8_t* r
   _tile_loadd(7, ring + 3 * RIGHT, LINE);
   _tile_dpbssd(3, 4, 7);
   ahead(3);
-}
-// Adds the products of two left sides (0 and 1, 2 and 3) with two right sides.
-KVPROOF_INLINE void multiply_twos(const std::int8_t* one, const std::int8_t* other,
-                                  const std::uint8_t* right) {
-  _tile_loadd(4, one, LINE);
-  _tile_loadd(6, right, LINE);
-  _tile_dpbssd(0, 4, 6);
-  _tile_loadd(5, other, LINE);
-  _tile_dpbssd(2, 5, 6);
-  _tile_loadd(7, right + RIGHT, LINE);
-  _tile_dpbssd(1, 4, 7);
-  _tile_dpbssd(3, 5, 7);
 }
 
 // Scores of MR rows and 16 tokens, in units of the rows' steps.
@@ -182,7 +254,7 @@ void keys_of_rows(const TileWork& given) {
 // Block formats: products leave the unit every 32 dims. Two lanes of 16 tokens at a time, whose
 // scores stay in registers. Products are used when the next ones have been asked for: those of both
 // halves of a block at once, or with fine entries one half after the other.
-template <int K, int MR, bool DECODED>
+template <int K, int MR>
 void keys_of_blocks(const TileWork& given) {
   const TileWork w = given;
   constexpr int PRODUCTS = 2 * MR * LINE, WIDE = right_bytes(K);
@@ -212,10 +284,9 @@ void keys_of_blocks(const TileWork& given) {
           }
         }
       };
-      if constexpr (!DECODED) decode(t, pair, 0);
+      decode(t, pair, 0);
       for (int kb = 0; kb < blocks; ++kb) {
-        const std::uint8_t* const right =
-            DECODED ? w.tiles + ((std::ptrdiff_t(t) * blocks + kb) * 4 + 2 * pair) * WIDE : w.ring;
+        const std::uint8_t* const right = w.ring;
         const std::int8_t* const a = w.a + std::ptrdiff_t(kb) * 2 * PRODUCTS;
         const bool two = 2 * kb + 1 < halves;
         if constexpr (tile_fine(K)) {
@@ -234,8 +305,7 @@ void keys_of_blocks(const TileWork& given) {
             store_products(p, PRODUCTS);
             if (h == 1) add(2 * kb, products[0], products[0] + 2 * PRODUCTS);
           }
-          if constexpr (!DECODED)
-            if (kb + 1 < blocks) decode(t, pair, kb + 1);
+          if (kb + 1 < blocks) decode(t, pair, kb + 1);
           add(2 * kb + two, products[two], products[two] + 2 * PRODUCTS);
         } else {
           std::uint8_t* const p = products[kb % 2];
@@ -254,8 +324,7 @@ void keys_of_blocks(const TileWork& given) {
             _tile_dpbssd(2, 5, 6);
             _tile_dpbssd(3, 5, 7);
           }
-          if constexpr (!DECODED)
-            if (kb + 1 < blocks) decode(t, pair, kb + 1);
+          if (kb + 1 < blocks) decode(t, pair, kb + 1);
           _tile_stored(0, p, LINE);
           _tile_stored(1, p + PRODUCTS, LINE);
           if (two) {
@@ -279,24 +348,20 @@ void keys_of_blocks(const TileWork& given) {
 
 // Two groups of values (the second two products are those of fine entries) over the tiles of a
 // step.
-template <int K, int MR, bool DECODED>
+template <int K, int MR>
 KVPROOF_INLINE void values_by_twos(const TileWork& w, const Tables<I, K>& table, int g) {
   constexpr int LEFT = 2 * MR * LINE, WIDE = right_bytes(K);
   alignas(64) std::uint8_t products[4 * LEFT];
   const int b = tile_blocks(K) ? g / 2 : 0;
   const std::int8_t* const a = w.a + std::ptrdiff_t(b) * (SUPER / TILE) * LEFT;
-  if constexpr (!DECODED)
-    decode_values_of<K>(w.tiles + g * block_codes(K, QUADS), 0, 2, table, w.ring);
+  decode_values_of<K>(w.tiles + g * block_codes(K, QUADS), 0, 2, table, w.ring);
   clear_products();
   for (int t = 0; t < w.n_tiles; ++t) {
-    const std::uint8_t* const right =
-        DECODED ? w.tiles + (std::ptrdiff_t(t) * (w.dim / 16) + g) * WIDE : w.ring;
+    const std::uint8_t* const right = w.ring;
     const auto ahead = [&](int i) KVPROOF_LAMBDA {
-      if constexpr (!DECODED) {
-        const std::uint8_t* const src =
-            w.tiles + (t + 1) * w.stride + (g + i) * block_codes(K, QUADS);
-        if (t + 1 < w.n_tiles) decode_right<K>(src, QUADS, table, w.ring + i * WIDE);
-      }
+      const std::uint8_t* const src =
+          w.tiles + (t + 1) * w.stride + (g + i) * block_codes(K, QUADS);
+      if (t + 1 < w.n_tiles) decode_right<K>(src, QUADS, table, w.ring + i * WIDE);
     };
     _tile_loadd(4, a + t * LEFT, LINE);
     _tile_loadd(6, right, LINE);
@@ -361,7 +426,7 @@ KVPROOF_INLINE void values_by_fours(const TileWork& w, const Tables<I, K>& table
   if (groups > 0) finish(groups - 4);
 }
 
-template <int K, int MR, bool DECODED>
+template <int K, int MR>
 void values(const TileWork& given) {
   const TileWork w = given;
   const Tables<I, K> table(*w.table);
@@ -370,101 +435,135 @@ void values(const TileWork& given) {
     g = w.dim / BLOCK_DIMS * 4;
     if (g > 0) values_by_fours<K, MR>(w, table, g);
   }
-  for (; g < w.dim / 16; g += 2) values_by_twos<K, MR, DECODED>(w, table, g);
+  for (; g < w.dim / 16; g += 2) values_by_twos<K, MR>(w, table, g);
 }
 
-// ---- two octets over decoded tiles: each right side is loaded once for both ---------------------
+// ---- two octets over decoded tiles --------------------------------------------------------------
+//
+// A left side is three tiles of 16 lines: those of each octet, and the high parts of both between
+// them (see pair_high), which multiply fine entries. Products are in the same order, those of fine
+// entries follow. So a right side with fine entries takes three products for two octets.
 
-TileWork second_octet(const TileWork& w, int scales) {
-  TileWork next = w;
-  next.a += w.a_of_octet;
-  next.start += scales * OCTET;
-  next.scores += OCTET * SUPER;
-  next.alpha += OCTET;
-  next.step += OCTET;
-  next.out += std::ptrdiff_t(OCTET) * w.dim;
-  return next;
+constexpr int HALF = PAIR * LINE;  // bytes of a tile of left sides or products
+
+// Products with one right side: 0 and 1, with fine entries 2.
+KVPROOF_INLINE void multiply_fine(const std::int8_t* left, const std::uint8_t* right) {
+  _tile_loadd(3, left, LINE);
+  _tile_loadd(6, right, LINE);
+  _tile_dpbssd(0, 3, 6);
+  _tile_loadd(4, left + HALF, LINE);
+  _tile_dpbssd(1, 4, 6);
+  _tile_loadd(5, left + HALF / 2, LINE);
+  _tile_loadd(7, right + RIGHT, LINE);
+  _tile_dpbssd(2, 5, 7);
 }
+// Products with two right sides: 0 and 1, 2 and 3.
+KVPROOF_INLINE void multiply_twos(const std::int8_t* left, const std::uint8_t* right) {
+  _tile_loadd(4, left, LINE);
+  _tile_loadd(6, right, LINE);
+  _tile_dpbssd(0, 4, 6);
+  _tile_loadd(5, left + HALF, LINE);
+  _tile_dpbssd(1, 5, 6);
+  _tile_loadd(7, right + RIGHT, LINE);
+  _tile_dpbssd(2, 4, 7);
+  _tile_dpbssd(3, 5, 7);
+}
+// What multiplies right sides by ones (FINE) or twos.
+template <bool FINE>
+struct Pairs {
+  static constexpr int SIDES = FINE ? 1 : 2;  // with products of 3 HALFs, or 2
+  static constexpr int SIDE = FINE ? 2 * RIGHT : RIGHT, PRODUCTS = FINE ? 3 * HALF : 2 * HALF;
 
-template <int K>
+  static KVPROOF_INLINE void clear() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    if constexpr (!FINE) _tile_zero(3);
+  }
+  static KVPROOF_INLINE void multiply(const std::int8_t* left, const std::uint8_t* right) {
+    if constexpr (FINE)
+      multiply_fine(left, right);
+    else
+      multiply_twos(left, right);
+  }
+  static KVPROOF_INLINE void keep(std::uint8_t* products) {
+    _tile_stored(0, products, LINE);
+    _tile_stored(1, products + HALF, LINE);
+    _tile_stored(2, products + 2 * HALF, LINE);
+    if constexpr (!FINE) _tile_stored(3, products + 3 * HALF, LINE);
+  }
+  static KVPROOF_INLINE Ints low(const std::uint8_t* products, int r) {
+    Ints x = product(products, pair_low(r));
+    if constexpr (FINE) x += product(products, 2 * PAIR + r);
+    return x;
+  }
+};
+
+// Products are used while the next are made, and before those are stored: a load waits for a store
+// at the same offset of another page, and this one for the matrix unit.
+template <bool FINE>
 void keys_decoded(const TileWork& given) {
+  using P = Pairs<FINE>;
   const TileWork w = given;
-  constexpr int PRODUCTS = 2 * OCTET * LINE;
-  if constexpr (tile_blocks(K)) {
-    keys_of_blocks<K, OCTET, true>(w);
-    keys_of_blocks<K, OCTET, true>(second_octet(w, w.dim / GROUP));
-  } else {
-    alignas(64) std::uint8_t products[2][4 * PRODUCTS];
-    const int blocks = (w.dim + BLOCK_DIMS - 1) / BLOCK_DIMS;
-    const std::int8_t* const b = w.a + w.a_of_octet;
-    const auto finish = [&](int t, int pair) KVPROOF_LAMBDA {
-      for (int i = 0; i < 4; ++i) {
-        const int at = t * TILE + pair * 32 + i % 2 * 16;
-        store_scores<OCTET>(products[pair] + i * PRODUCTS, w.scales + at,
-                            w.scores + i / 2 * OCTET * SUPER + at);
-      }
-    };
-    for (int t = 0; t < w.n_tiles; ++t)
-      for (int pair = 0; pair < 2; ++pair) {
-        clear_products();
-        for (int kb = 0; kb < blocks; ++kb) {
-          const std::uint8_t* const right =
-              w.tiles + ((std::ptrdiff_t(t) * blocks + kb) * 4 + 2 * pair) * RIGHT;
-          multiply_twos(w.a + std::ptrdiff_t(kb) * PRODUCTS, b + std::ptrdiff_t(kb) * PRODUCTS,
-                        right);
-        }
-        std::uint8_t* const p = products[pair];
-        store_products(p, PRODUCTS);
-        if (pair == 1)
-          finish(t, 0);
-        else if (t > 0)
-          finish(t - 1, 1);
-      }
-    finish(w.n_tiles - 1, 1);
+  alignas(64) std::uint8_t products[2][P::SIDES * P::PRODUCTS];
+  const int blocks = (w.dim + BLOCK_DIMS - 1) / BLOCK_DIMS, steps = w.n_tiles * 4 / P::SIDES;
+  const auto finish = [&](int step) KVPROOF_LAMBDA {
+    for (int i = 0; i < P::SIDES; ++i) {
+      const int at = (step * P::SIDES + i) * 16;
+      const std::uint8_t* const p = products[step % 2] + i * P::PRODUCTS;
+      const Floats scale = load<Floats>(w.scales + at);
+      for (int r = 0; r < PAIR; ++r)
+        store(w.scores + r * SUPER + at,
+              to_floats((product(p, pair_high(r)) << 7) + P::low(p, r)) * scale);
+    }
+  };
+  for (int step = 0; step < steps; ++step) {
+    const int lane = step * P::SIDES;
+    const std::uint8_t* right =
+        w.tiles + (std::ptrdiff_t(lane / 4) * blocks * 4 + lane % 4) * P::SIDE;
+    P::clear();
+    for (int kb = 0; kb < blocks; ++kb, right += 4 * P::SIDE)
+      P::multiply(w.a + std::ptrdiff_t(kb) * 2 * HALF, right);
+    if (step > 0) finish(step - 1);
+    P::keep(products[step % 2]);
   }
+  finish(steps - 1);
 }
 
-template <int K>
+template <bool FINE>
 void values_decoded(const TileWork& given) {
+  using P = Pairs<FINE>;
   const TileWork w = given;
-  constexpr int LEFT = 2 * OCTET * LINE;
-  const TileWork next = second_octet(w, tile_blocks(K) ? w.dim / GROUP : 1);
-  if constexpr (tile_fine(K)) {
-    values<K, OCTET, true>(w);
-    values<K, OCTET, true>(next);
-  } else {
-    alignas(64) std::uint8_t products[2][4 * LEFT];
-    const auto finish = [&](int g) KVPROOF_LAMBDA {
-      for (int i = 0; i < 4; ++i)
-        for (int r = 0; r < OCTET; ++r) {
-          const std::uint8_t* const p = products[g / 2 % 2] + i * LEFT;
-          add_values(i < 2 ? w : next, r, (g + i % 2) * 16, tile_blocks(K) ? g / 2 : 0,
-                     product(p, r), product(p, OCTET + r));
-        }
-    };
-    for (int g = 0; g < w.dim / 16; g += 2) {
-      const int b = tile_blocks(K) ? g / 2 : 0;
-      const std::ptrdiff_t of_block = std::ptrdiff_t(b) * (SUPER / TILE) * LEFT;
-      clear_products();
-      for (int t = 0; t < w.n_tiles; ++t) {
-        const std::uint8_t* const right = w.tiles + (std::ptrdiff_t(t) * (w.dim / 16) + g) * RIGHT;
-        multiply_twos(w.a + of_block + t * LEFT, next.a + of_block + t * LEFT, right);
+  alignas(64) std::uint8_t products[2][P::SIDES * P::PRODUCTS];
+  const int steps = w.dim / 16 / P::SIDES;
+  const auto finish = [&](int step) KVPROOF_LAMBDA {
+    for (int i = 0; i < P::SIDES; ++i) {
+      const std::uint8_t* const p = products[step % 2] + i * P::PRODUCTS;
+      for (int r = 0; r < PAIR; ++r) {
+        float* const o = w.out + std::ptrdiff_t(r) * w.dim + (step * P::SIDES + i) * 16;
+        const Floats x = to_floats((product(p, pair_high(r)) << 8) + P::low(p, r));
+        store(o, load<Floats>(o) * w.alpha[r] + x * w.step[r]);
       }
-      std::uint8_t* const p = products[g / 2 % 2];
-      store_products(p, LEFT);
-      if (g > 0) finish(g - 2);
     }
-    finish(w.dim / 16 - 2);
+  };
+  for (int step = 0; step < steps; ++step) {
+    const std::uint8_t* right = w.tiles + std::ptrdiff_t(step) * P::SIDES * P::SIDE;
+    P::clear();
+    for (int t = 0; t < w.n_tiles; ++t, right += std::ptrdiff_t(w.dim / 16) * P::SIDE)
+      P::multiply(w.a + t * 2 * HALF, right);
+    if (step > 0) finish(step - 1);
+    P::keep(products[step % 2]);
   }
+  finish(steps - 1);
 }
 
 template <int K, int MR, int AT>
 constexpr void fill_width(TileKernels& t) {
   if constexpr (tile_blocks(K))
-    t.keys[K][AT] = keys_of_blocks<K, MR, false>;
+    t.keys[K][AT] = keys_of_blocks<K, MR>;
   else
     t.keys[K][AT] = keys_of_rows<K, MR>;
-  t.values[K][AT] = values<K, MR, false>;
+  t.values[K][AT] = values<K, MR>;
 }
 template <int K>
 constexpr void fill_kind_amx(TileKernels& t) {
@@ -474,8 +573,6 @@ constexpr void fill_kind_amx(TileKernels& t) {
   fill_width<K, 8, 3>(t);
   t.decode_keys[K] = decode_keys<K>;
   t.decode_values[K] = decode_values<K>;
-  t.keys_decoded[K] = keys_decoded<K>;
-  t.values_decoded[K] = values_decoded<K>;
 }
 template <int... K>
 constexpr void fill(TileKernels& t, std::integer_sequence<int, K...>) {
@@ -487,6 +584,10 @@ constexpr TileKernels make() {
   t.offset = I::OFFSET;
   t.split_keys = true;
   fill(t, TileKindList{});
+  t.keys_decoded[0] = keys_decoded<false>;
+  t.keys_decoded[1] = keys_decoded<true>;
+  t.values_decoded[0] = values_decoded<false>;
+  t.values_decoded[1] = values_decoded<true>;
   fill_rows<I>(t);
   t.begin = begin;
   t.end = end;

@@ -26,6 +26,12 @@ struct Avx512Tiles {
   static KVPROOF_INLINE Bytes merge(Bytes a, Bytes b) {  // mask ? a : b
     return Bytes(_mm512_ternarylogic_epi32(_mm512_set1_epi8(MASK), __m512i(a), __m512i(b), 0xca));
   }
+  static KVPROOF_INLINE Bytes even_odd(Bytes even, Bytes odd) {  // bytes of each
+    return Bytes(_mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, __m512i(even), __m512i(odd)));
+  }
+  static KVPROOF_INLINE Shorts scaled(Shorts x, Shorts factor) {  // x * factor / 2^15, rounded
+    return Shorts(_mm512_mulhrs_epi16(__m512i(x), __m512i(factor)));
+  }
   static KVPROOF_INLINE Bytes bytes(Bytes x) { return OFFSET ? x ^ std::uint8_t(OFFSET) : x; }
   static KVPROOF_INLINE Ints dot(Ints sum, Bytes entry, const std::int8_t* a) {
     std::int32_t four;

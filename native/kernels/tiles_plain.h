@@ -31,6 +31,15 @@ struct PlainTiles {
     constexpr auto mask = std::uint8_t(MASK), rest = std::uint8_t(~MASK);
     return (a & mask) | (b & rest);
   }
+  static Bytes even_odd(Bytes even, Bytes odd) {  // bytes of each
+    for (int i = 1; i < 4 * LANES; i += 2) even[i] = odd[i];
+    return even;
+  }
+  static Shorts scaled(Shorts x, Shorts factor) {  // x * factor / 2^15, rounded
+    for (int i = 0; i < 2 * LANES; ++i)
+      x[i] = std::uint16_t((std::int16_t(x[i]) * std::int16_t(factor[i]) + (1 << 14)) >> 15);
+    return x;
+  }
   static Bytes bytes(Bytes x) { return x ^ std::uint8_t(OFFSET); }  // stored int8
   // Adds to each lane the products of its four entries with four int8.
   static Ints dot(Ints sum, Bytes entry, const std::int8_t* a) {

@@ -1,5 +1,5 @@
 // Attention over the same tiles by the kernels of one set (-DKVPROOF_TILES=tiles_neon) and by the
-// scalar ones, which the gate holds to float64. All formats that have tiles, one to 72 query rows,
+// scalar ones, which the gate holds to float64. All formats that have tiles, one to 148 query rows,
 // windows, page offsets, a cache that begins inside a tile. Prints the number of cases and the
 // largest NMSE; exit code 1 if a result is not finite, empty, or further off than rounding
 // explains.
@@ -16,7 +16,9 @@ using namespace kvproof;
 namespace {
 
 constexpr int FORMATS_HERE[] = {TQ8, TQ5, TQ4, TQ3, TQ2, Q8_0, Q4_0, TBQ4_0, TBQ3_0};
-constexpr double LIMIT = 1e-8;  // products are exact: only exp2 and sums of floats differ
+// Products are exact, but exp2 and sums of floats differ, and sets cut a call into other steps, of
+// which each rounds its weights. Entries of blocks that are decoded to rows are rounded too.
+constexpr double LIMIT = 3e-8;
 
 std::mt19937 random_bits(1);
 
@@ -33,10 +35,12 @@ void fill_book(int f, int count) {
 std::vector<std::uint8_t> random_tiles(int f, int dim, int count) {
   std::vector<std::uint8_t> tiles(std::size_t(count * tile_bytes(f, dim)));
   for (auto& byte : tiles) byte = std::uint8_t(random_bits());
-  for (int t = 0; t < count; ++t) {  // scales: halves of both signs, from 2^-7 to 2^-3
+  for (int t = 0; t < count; ++t) {  // scales: halves of both signs, from 2^-14 to 2^-3
     std::uint8_t* p = tiles.data() + t * tile_bytes(f, dim) + tile_scales(f, dim);
-    for (std::uint8_t* const end = tiles.data() + (t + 1) * tile_bytes(f, dim); p < end; p += 2)
-      p[1] = std::uint8_t((random_bits() & 0x80) | (0x20 + random_bits() % 16));
+    for (std::uint8_t* const end = tiles.data() + (t + 1) * tile_bytes(f, dim); p < end; p += 2) {
+      p[1] = std::uint8_t((random_bits() & 0x80) | (0x04 + random_bits() % 44));
+      if ((end - p) / 2 % TILE == 9) p[0] = p[1] = 0;  // a row of zeros
+    }
   }
   return tiles;
 }
@@ -53,7 +57,7 @@ int main() {
   double worst = 0;
   int cases = 0, bad = 0;
   for (const int key : FORMATS_HERE)
-    for (const int n_q : {1, 2, 3, 18})
+    for (const int n_q : {1, 2, 3, 37})
       for (const int dim : {64, 96, 128}) {
         const int value = n_q == 2 ? FORMATS_HERE[cases % 9] : key;
         const int heads = 4, kv_heads = n_q == 3 ? 4 : n_q == 2 ? 2 : 1, n = 390, first_row = 7;

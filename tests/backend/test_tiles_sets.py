@@ -14,6 +14,21 @@ pytest.importorskip("kvproof.backends.cpu", reason="the native kernels are not b
 import cross
 
 ISAS = ("neon", "avx2vnni", "amx")
+# What is wrong: set, file, what is right in it, what is there instead.
+BROKEN = {
+    "weights without low parts": (
+        "avx2vnni", "tiles_leaf.h",
+        "store(low + 4 * lane, (a & 0x00ff00ff) | Ints(Shorts(b) << 8));", "",
+    ),
+    "rows of a wrong unit": (
+        "amx", "tiles_amx.cpp", "float(most) / unit", "float(most) / (2 * unit)",
+    ),
+    "scales of rows without signs": (
+        "amx", "tiles_amx.cpp", "load<Floats>(scales) * inverse",
+        "I::larger_magnitude(load<Floats>(scales), all(0.f)) * inverse",
+    ),
+    "rows without fine entries": ("amx", "tiles_amx.cpp", "_tile_dpbssd(2, 5, 7);", ""),
+}  # fmt: skip
 
 
 def run(isa, own):
@@ -35,15 +50,15 @@ def test_a_set_agrees_with_the_scalar_kernels(isa):
     assert "cases 108 bad 0" in done.stdout
 
 
-def test_a_broken_set_is_found(tmp_path):
-    if why := cross.not_run("avx2vnni"):
+@pytest.mark.parametrize(("isa", "file", "sound", "broken"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_set_is_found(isa, file, sound, broken, tmp_path):
+    if why := cross.not_run(isa):
         pytest.skip(why)
-    for name in ("tiles_avx2vnni.cpp", "tiles_avx2.h", "tiles_leaf.h"):
+    own = f"tiles_{isa}.cpp"
+    for name in {own, "tiles_avx2.h", "tiles_leaf.h"}:
         shutil.copy(cross.KERNELS / name, tmp_path)
-    leaf = tmp_path / "tiles_leaf.h"
-    # Weights would lose their low parts.
-    wrong = "store(low + 4 * lane, (a & 0x00ff00ff) | Ints(Shorts(b) << 8));"
-    assert wrong in leaf.read_text()
-    leaf.write_text(leaf.read_text().replace(wrong, ""))
-    done = run("avx2vnni", tmp_path / "tiles_avx2vnni.cpp")
+    text = (tmp_path / file).read_text()
+    assert sound in text
+    (tmp_path / file).write_text(text.replace(sound, broken))
+    done = run(isa, tmp_path / own)
     assert done.returncode == 1 and "bad 0" not in done.stdout
