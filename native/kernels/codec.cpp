@@ -150,7 +150,7 @@ void Spin::forward(const Kernels& isa, const float* x, float factor, int dim, fl
     for (int i = 0; i < dim; ++i) y[i] = x[i] * factor;
     x = y;
   }
-  if (n_parts) isa.rotate(x, signs, period, y, parts, n_parts);
+  if (n_parts) isa.rotate({x, 0, y, 0, 1}, signs, period, parts, n_parts);
   if (after)
     for (int i = 0; i < dim; ++i) y[i] *= after[i % period];
 }
@@ -177,7 +177,7 @@ void Spin::inverse(const Kernels& isa, const float* y, int dim, float* x) const 
     times_signs(y, after, period, dim, x);
   else if (x != y)
     std::memcpy(x, y, std::size_t(dim) * sizeof(float));
-  if (n_parts) isa.rotate(x, nullptr, period, x, parts, n_parts);
+  if (n_parts) isa.rotate({x, 0, x, 0, 1}, nullptr, period, parts, n_parts);
   if (signs) times_signs(x, signs, period, dim, x);
 }
 
@@ -208,7 +208,8 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, Coded format, const float
   const std::ptrdiff_t bytes = row_bytes(fmt, dim);
   // Rows that need no preparation are encoded where they are.
   const bool rotated = spin.n_parts && !wide(fmt),
-             plain = !rotated && !scale && !(tame && spin.n_parts);
+             plain = !rotated && !scale && !(tame && spin.n_parts),
+             at_once = rotated && !scale && !tame && !spin.after;
   const std::ptrdiff_t stride = plain ? dim : (dim + 63) / 64 * 64;
   const std::ptrdiff_t together = std::clamp<std::ptrdiff_t>(MAX_BATCH / stride, 1, MAX_ROWS);
   std::atomic<std::int64_t> saturated{0}, flushed{0};
@@ -219,7 +220,10 @@ std::ptrdiff_t encode(const Kernels& isa, int threads, Coded format, const float
     Counts mine;
     for (std::ptrdiff_t row = task * ROWS_PER_TASK; row < last; row += together) {
       const auto n = int(std::min(together, last - row));
-      for (int r = 0; r < n && !plain; ++r) {
+      if (at_once)
+        isa.rotate({x + row * dim, dim, y, stride, n}, spin.signs, spin.period, spin.parts,
+                   spin.n_parts);
+      for (int r = 0; r < n && !plain && !at_once; ++r) {
         const float* const from = x + (row + r) * dim;
         float* const to = y + r * stride;
         if (scale) {

@@ -62,7 +62,7 @@ inline void put_bits(std::uint8_t* stream, int at, unsigned bits) {  // up to 9;
 template <class I>
 inline void rotate_wide(float* x, const float* before, const float* after) {
   constexpr int L = I::LANES, parts[1] = {WIDE};
-  rotate<I>(x, before, WIDE, x, parts, 1);
+  rotate<I>({x, 0, x, 0, 1}, before, WIDE, parts, 1);
   for (int i = 0; i < WIDE; i += L) I::store(x + i, I::mul(I::load(x + i), I::load(after + i)));
 }
 
@@ -206,7 +206,7 @@ void encode_wide(const float* row, int dim, const Book& book, std::uint8_t* out,
         norm /= float(__builtin_sqrt(sum_of_squares(value, WIDE)));
       } else {
         alignas(64) std::uint8_t codes[WIDE];
-        hadamard<I, false>(x, nullptr, x, WIDE, 1);
+        hadamard<I, false>({x, 0, x, 0, 1}, nullptr, WIDE, 1);
         nearest<I, 16>(x, WIDE, 1, book, codes);
         for (int j = 0; j < WIDE / 2; ++j)
           out[2 + j] = std::uint8_t(codes[2 * j] | codes[2 * j + 1] << 4);

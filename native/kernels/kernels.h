@@ -323,6 +323,15 @@ struct RowGroup {    // up to 4 query rows that share K and V loads
   int first, width;  // width 1, 2 or 4; rows beyond the block are padding
 };
 
+// Rows x to rows y, which may be the same.
+struct Rotation {
+  const float* x;
+  std::ptrdiff_t x_stride;
+  float* y;
+  std::ptrdiff_t y_stride;
+  int rows;
+};
+
 // One table per instruction set. Widths are indexed 0, 1, 2 for 1, 2, 4 rows.
 struct Kernels {
   const char* name;
@@ -397,10 +406,8 @@ struct Kernels {
   void (*scale_row)(float* x, int n, float factor);
   // Query row (stored domain, natural order) -> int16 in natural order; returns the step.
   float (*quantize)(const float* x, int n, int largest, std::int16_t* out);
-  // y = x * signs (null: x) in Hadamard blocks, normalised; signs repeat after `period` values. y
-  // may be x.
-  void (*rotate)(const float* x, const float* signs, int period, float* y, const int* parts,
-                 int n_parts);
+  // y = x * signs (null: x) in Hadamard blocks, normalised; signs repeat after `period` values.
+  void (*rotate)(const Rotation&, const float* signs, int period, const int* parts, int n_parts);
   // Every 128 values times a [128][256] table, to 256.
   void (*project)(const float* x, int dim, const float* table, float* out);
 

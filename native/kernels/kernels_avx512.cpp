@@ -160,17 +160,17 @@ struct Avx512 : CodesAvx2 {
           _mm512_castps128_ps512(_mm_loadu_ps(p)));
   }
 
-  // Hadamard over the sixteen lanes: each level adds the partner, with odd halves negated.
-  static F negated(F x, __mmask16 lanes) {
-    return _mm512_mask_xor_ps(x, lanes, x, _mm512_set1_ps(-0.f));
-  }
-  // A product with 1 or -1 is exact, so the fused sum is that of the reference.
+  // Hadamard over the sixteen lanes: each level adds the partner, and odd halves with the other
+  // sign. A product with 1 or -1 is exact, so the fused sum is that of the reference.
   static F butterflies(F x) {
-    const auto turned = [](__mmask16 lanes) { return negated(set(1.f), lanes); };
-    x = fma(x, turned(0xaaaa), _mm512_permute_ps(x, 0xb1));
-    x = fma(x, turned(0xcccc), _mm512_permute_ps(x, 0x4e));
-    x = fma(x, turned(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
-    return fma(x, turned(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
+    const F s1 = _mm512_broadcast_f32x4(_mm_setr_ps(1, -1, 1, -1));
+    const F s2 = _mm512_broadcast_f32x4(_mm_setr_ps(1, 1, -1, -1));
+    const F s4 = _mm512_broadcast_f32x8(_mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1));
+    const F s8 = _mm512_setr_ps(1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1);
+    x = fma(x, s1, _mm512_permute_ps(x, 0xb1));
+    x = fma(x, s2, _mm512_permute_ps(x, 0x4e));
+    x = fma(x, s4, _mm512_shuffle_f32x4(x, x, 0xb1));
+    return fma(x, s8, _mm512_shuffle_f32x4(x, x, 0x4e));
   }
 
   static F load_f16(const std::uint8_t* p) {

@@ -976,83 +976,88 @@ float quantize(const float* x, int n, int largest, std::int16_t* out) {
 
 enum Pass { LATER, FIRST, SIGNED };
 
-// The butterflies of length LEN to R * LEN / 2 over x, R vectors at a time, in the order of the
-// reference; of a FIRST pass, those within a vector before, and of a SIGNED one x * signs before
-// that. With SCALE the results are multiplied by `factor`.
+// The butterflies of length LEN to R * LEN / 2 over each row, R vectors at a time, in the order of
+// the reference; of a FIRST pass, those within a vector before, and of a SIGNED one x * signs
+// before that. With SCALE the results are multiplied by `factor`.
 template <class I, int R, bool SCALE, Pass PASS = LATER>
-inline void butterflies(const float* x, const float* signs, float* y, int n, int len,
+inline void butterflies(const Rotation& t, const float* signs, int n, int len,
                         typename I::F factor) {
   constexpr int L = I::LANES;
-  for (int i = 0; i < n; i += R * len)
-    for (int j = i; j < i + len; j += L) {
-      typename I::F v[R];
+  for (int row = 0; row < t.rows; ++row) {
+    const float* const x = t.x + row * t.x_stride;
+    float* const y = t.y + row * t.y_stride;
+    for (int i = 0; i < n; i += R * len)
+      for (int j = i; j < i + len; j += L) {
+        typename I::F v[R];
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        v[r] = I::load(x + j + r * len);
-        // A choice by `signs` in here would cost GCC half of its registers.
-        if constexpr (PASS == SIGNED) v[r] = I::mul(v[r], I::load(signs + j + r * len));
-        if constexpr (PASS != LATER) v[r] = I::butterflies(v[r]);
-      }
+        for (int r = 0; r < R; ++r) {
+          v[r] = I::load(x + j + r * len);
+          // A choice by `signs` in here would cost GCC half of its registers.
+          if constexpr (PASS == SIGNED) v[r] = I::mul(v[r], I::load(signs + j + r * len));
+          if constexpr (PASS != LATER) v[r] = I::butterflies(v[r]);
+        }
 #pragma GCC unroll 3
-      for (int half = 1; half < R; half *= 2)
+        for (int half = 1; half < R; half *= 2)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-          if (!(r & half)) {
-            const typename I::F a = v[r], b = v[r + half];
-            v[r] = I::add(a, b);
-            v[r + half] = I::sub(a, b);
-          }
+          for (int r = 0; r < R; ++r)
+            if (!(r & half)) {
+              const typename I::F a = v[r], b = v[r + half];
+              v[r] = I::add(a, b);
+              v[r + half] = I::sub(a, b);
+            }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) I::store(y + j + r * len, SCALE ? I::mul(v[r], factor) : v[r]);
-    }
-}
-
-template <class I, int R, bool SCALE, Pass PASS>
-inline void first_butterflies(const float* x, const float* signs, float* y, int n, float factor) {
-  if (SCALE && n == R * I::LANES)
-    butterflies<I, R, true, PASS>(x, signs, y, n, I::LANES, I::set(factor));
-  else
-    butterflies<I, R, false, PASS>(x, signs, y, n, I::LANES, I::zero());
-}
-
-template <class I, bool SCALE, Pass PASS>
-inline void first_pass(const float* x, const float* signs, float* y, int n, float factor) {
-  switch (n / I::LANES) {
-    case 1:
-      return first_butterflies<I, 1, SCALE, PASS>(x, signs, y, n, factor);
-    case 2:
-      return first_butterflies<I, 2, SCALE, PASS>(x, signs, y, n, factor);
-    case 4:
-      return first_butterflies<I, 4, SCALE, PASS>(x, signs, y, n, factor);
-    default:
-      return first_butterflies<I, 8, SCALE, PASS>(x, signs, y, n, factor);
+        for (int r = 0; r < R; ++r) I::store(y + j + r * len, SCALE ? I::mul(v[r], factor) : v[r]);
+      }
   }
 }
 
-// y = Hadamard transform of x * signs (null: of x), times `factor` with SCALE; n is a power of two,
-// 16 or more. y may be x.
+template <class I, int R, bool SCALE, Pass PASS>
+inline void first_butterflies(const Rotation& t, const float* signs, int n, float factor) {
+  if (SCALE && n == R * I::LANES)
+    butterflies<I, R, true, PASS>(t, signs, n, I::LANES, I::set(factor));
+  else
+    butterflies<I, R, false, PASS>(t, signs, n, I::LANES, I::zero());
+}
+
+template <class I, bool SCALE, Pass PASS>
+inline void first_pass(const Rotation& t, const float* signs, int n, float factor) {
+  switch (n / I::LANES) {
+    case 1:
+      return first_butterflies<I, 1, SCALE, PASS>(t, signs, n, factor);
+    case 2:
+      return first_butterflies<I, 2, SCALE, PASS>(t, signs, n, factor);
+    case 4:
+      return first_butterflies<I, 4, SCALE, PASS>(t, signs, n, factor);
+    default:
+      return first_butterflies<I, 8, SCALE, PASS>(t, signs, n, factor);
+  }
+}
+
+// Hadamard transforms of rows * signs (null: of the rows), times `factor` with SCALE; n is a power
+// of two, 16 or more.
 template <class I, bool SCALE>
-inline void hadamard(const float* x, const float* signs, float* y, int n, float factor) {
+inline void hadamard(const Rotation& t, const float* signs, int n, float factor) {
   int len = smaller(n, 8 * I::LANES);
   if (signs)
-    first_pass<I, SCALE, SIGNED>(x, signs, y, n, factor);
+    first_pass<I, SCALE, SIGNED>(t, signs, n, factor);
   else
-    first_pass<I, SCALE, FIRST>(x, nullptr, y, n, factor);
+    first_pass<I, SCALE, FIRST>(t, nullptr, n, factor);
   const typename I::F scale = I::set(factor);
-  for (; n / len > 8; len *= 8) butterflies<I, 8, false>(y, nullptr, y, n, len, scale);
+  const Rotation again{t.y, t.y_stride, t.y, t.y_stride, t.rows};
+  for (; n / len > 8; len *= 8) butterflies<I, 8, false>(again, nullptr, n, len, scale);
   if (n / len == 8)
-    butterflies<I, 8, SCALE>(y, nullptr, y, n, len, scale);
+    butterflies<I, 8, SCALE>(again, nullptr, n, len, scale);
   else if (n / len == 4)
-    butterflies<I, 4, SCALE>(y, nullptr, y, n, len, scale);
+    butterflies<I, 4, SCALE>(again, nullptr, n, len, scale);
   else if (n / len == 2)
-    butterflies<I, 2, SCALE>(y, nullptr, y, n, len, scale);
+    butterflies<I, 2, SCALE>(again, nullptr, n, len, scale);
 }
 
 template <class I>
-void rotate(const float* x, const float* signs, int period, float* y, const int* parts,
-            int n_parts) {
+void rotate(const Rotation& t, const float* signs, int period, const int* parts, int n_parts) {
   for (int p = 0, d = 0; p < n_parts; d += parts[p], ++p)
-    hadamard<I, true>(x + d, signs ? signs + d % period : nullptr, y + d, parts[p],
+    hadamard<I, true>({t.x + d, t.x_stride, t.y + d, t.y_stride, t.rows},
+                      signs ? signs + d % period : nullptr, parts[p],
                       float(1 / __builtin_sqrt(double(parts[p]))));
 }
 

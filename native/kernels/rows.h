@@ -66,6 +66,14 @@ struct PlainRows {
       }
   }
 
+  // The first try of least cost.
+  template <int TRIES>
+  static int cheapest(const std::int32_t* cost) {
+    int k = 0;
+    for (int other = 1; other < TRIES; ++other) k = cost[other] < cost[k] ? other : k;
+    return k;
+  }
+
   // Sums of level * entry and of entry * entry, of each row's best try.
   template <int LEVELS>
   static void products(const Batch& b, const std::uint8_t* level, const UnitSearch& search,
@@ -141,9 +149,7 @@ void encode_row(const float* y, std::ptrdiff_t stride, int rows, int dim, const 
     if (padding)
       for (int k = 0; k < TRIES; ++k) cost[r][k] -= padding * search.cost[k].at[0];
     for (int k = 0; k < TRIES; ++k) cost[r][k] = 16 * cost[r][k] + search.beyond[k] * beyond[r];
-    int k = 0;
-    for (int other = 1; other < TRIES; ++other) k = cost[r][other] < cost[r][k] ? other : k;
-    best[r] = k;
+    best[r] = Stages::template cheapest<TRIES>(cost[r]);
   }
   Stages::template products<LEVELS>(batch, level, search, best, sums);
   const int top = search.half.at[HALF<F> - 1], smallest = search.half.at[0];

@@ -122,6 +122,21 @@ struct RowsAvx2 {
     reduce(total[0], b.rows * TRIES, cost[0]);
   }
 
+  template <int TRIES>
+  static int cheapest(const std::int32_t* cost) {
+    __m256i least = load(cost);
+    for (int k = 8; k < TRIES; k += 8) least = _mm256_min_epi32(least, load(cost + k));
+    least = _mm256_min_epi32(least, _mm256_permute2x128_si256(least, least, 1));
+    least = _mm256_min_epi32(least, _mm256_shuffle_epi32(least, 0x4e));
+    least = _mm256_min_epi32(least, _mm256_shuffle_epi32(least, 0xb1));
+    unsigned at = 0;
+    for (int k = 0; k < TRIES; k += 8) {
+      const __m256i found = _mm256_cmpeq_epi32(least, load(cost + k));
+      at |= unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(found))) << k;
+    }
+    return __builtin_ctz(at);
+  }
+
   template <int LEVELS>
   static void products(const Batch& b, const std::uint8_t* level, const UnitSearch& search,
                        const int* best, std::int32_t (*out)[2]) {

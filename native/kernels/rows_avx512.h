@@ -120,6 +120,11 @@ struct RowsAvx512 {
       }
   }
 
+  template <int TRIES>
+  static int cheapest(const std::int32_t* cost) {
+    return RowsAvx2::cheapest<TRIES>(cost);
+  }
+
   template <int LEVELS>
   static void products(const Batch& b, const std::uint8_t* level, const UnitSearch& search,
                        const int* best, std::int32_t (*out)[2]) {
