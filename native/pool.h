@@ -6,7 +6,7 @@
 // for.
 #pragma once
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -52,20 +52,17 @@ class Scratch {
 class Pool {
  public:
   // The pool of this module in this process. A fork leaves a child without threads, so it gets a
-  // new one.
+  // new one; asking for the process at every call would take a tenth of a microsecond.
   static Pool& get() {
-    static std::atomic<Pool*> pool{nullptr};
-    static std::atomic<pid_t> owner{0};
+    if (Pool* const pool = of_process_.load(std::memory_order_acquire)) return *pool;
     static std::mutex creation;
-    if (owner.load(std::memory_order_acquire) != getpid()) {
-      std::lock_guard<std::mutex> hold(creation);
-      if (owner.load() != getpid()) {
-        // Never freed: workers outlive static destructors, and a forked copy has none.
-        pool = new Pool;
-        owner.store(getpid(), std::memory_order_release);
-      }
-    }
-    return *pool;
+    std::lock_guard<std::mutex> hold(creation);
+    static const bool forgets =
+        pthread_atfork(nullptr, nullptr, [] { of_process_.store(nullptr); }) == 0;
+    if (!forgets) throw std::bad_alloc();
+    // Never freed: workers outlive static destructors, and a forked copy has none.
+    if (!of_process_.load()) of_process_.store(new Pool, std::memory_order_release);
+    return *of_process_.load();
   }
 
   // One call at a time: everything below is used while holding this.
@@ -159,6 +156,7 @@ class Pool {
     sleeping_.fetch_sub(1);
   }
 
+  static inline std::atomic<Pool*> of_process_{nullptr};
   std::mutex gate_, lock_;
   std::condition_variable wake_;
   int workers_ = 0;
