@@ -227,7 +227,7 @@ def against_attention(
         share = interleaved_ratio(times["attend"], times["append"])
         table.append({
             "name": name, "head_dim": dim, "heads": heads, "kv_heads": kv_heads, "tokens": tokens,
-            "depth": DEPTH, "tiled": tiled, "rounds": rounds,
+            "depth": DEPTH, "tiled": int(tiled), "rounds": rounds,
             "append_us": float(np.median(times["append"])) / calls * 1e6,
             "attend_us": float(np.median(times["attend"])) / calls * 1e6,
             "share": share.value, "share_low": share.low, "share_high": share.high,
