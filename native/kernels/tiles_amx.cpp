@@ -68,8 +68,8 @@ KVPROOF_INLINE void decode_values_of(const std::uint8_t* tile, int g, int count,
 }
 
 // Block formats to rows of one unit: entries of 16 bits, those of even bytes and those of odd ones,
-// times 2^15 of what their scale is of the unit, are the entries of the row. The largest is 127
-// times 128 (keys) or 256 (values), which is what the high part is worth.
+// times a 2^15th of their share, are the entries of the row. The share is what their scale is of
+// the unit, of 127 * 128 (keys) or 127 * 256 (values): the high part is worth 128 or 256.
 template <int K, bool KEYS>
 KVPROOF_INLINE void store_of_row(std::uint8_t* out, Bytes entry, Bytes fine, Ints even, Ints odd) {
   Bytes a = left<8>(entry), b;
@@ -91,10 +91,9 @@ KVPROOF_INLINE void store_of_row(std::uint8_t* out, Bytes entry, Bytes fine, Int
     store(out + RIGHT, I::even_odd(Bytes(x), left<8>(Bytes(y))));
   }
 }
-// What scales are of their units, in 16 bits of each lane: 2^15 * `most` / 2^15 at most. The low
-// bits of a sum with `round` are the rounded number.
+// What scales are of their units, times `most`, in the low 16 bits of each lane.
 KVPROOF_INLINE Ints shares(const float* scales, Floats inverse) {
-  constexpr float round = 12582912.f;
+  constexpr float round = 12582912.f;  // the low bits of a sum with it are the rounded number
   return Ints(load<Floats>(scales) * inverse + round);
 }
 KVPROOF_INLINE Floats inverse_of(const float* units, int most) {
@@ -115,15 +114,17 @@ void decode_keys(const TileWork& given, std::uint8_t* out) {
       for (int kb = 0; kb < blocks; ++kb)
         decode_keys_of<K>(tile, w.dim, kb, table, out + kb * 4 * decoded_bytes(K));
     } else {
-      for (int cg = 0; cg < 4; ++cg) {
-        const Floats inverse = inverse_of(w.units + t * TILE + 16 * cg, LARGEST_QUERY);
-        for (int kb = 0; kb < blocks; ++kb) {
-          const int n = quads_of_block(w.dim, kb);
+      Floats inverse[4];
+      for (int cg = 0; cg < 4; ++cg)
+        inverse[cg] = inverse_of(w.units + t * TILE + 16 * cg, LARGEST_QUERY);
+      for (int kb = 0; kb < blocks; ++kb) {
+        const int n = quads_of_block(w.dim, kb);
+        for (int cg = 0; cg < 4; ++cg) {
           const std::uint8_t* const src = key_block<K>(tile, kb, n, cg);
           std::uint8_t* const to = out + (kb * 4 + cg) * decoded_bytes(K);
           for (int h = 0; h < n / 8; ++h) {
-            const Ints x = shares(w.scales + (2 * kb + h) * SUPER + t * TILE + 16 * cg, inverse);
-            const Ints share = both(x, x);
+            const float* const scales = w.scales + (2 * kb + h) * SUPER + t * TILE + 16 * cg;
+            const Ints x = shares(scales, inverse[cg]), share = both(x, x);
             visit8<I, K>(src, n, h, table, [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
               store_of_row<K, true>(to + (8 * h + quad) * LINE, entry, fine, share, share);
             });
