@@ -123,7 +123,8 @@ void set_trellis(const std::string& format, int states, std::uint32_t taps0, std
   if (!has_trellis(fmt) || book.count != 2 << code_bits(fmt) || offsets.empty() ||
       offsets.size() > 16 || (states != 8 && states != MAX_STATES) || ((taps0 | taps1) & ~window) ||
       taps0 == 0 || taps1 == 0 || __builtin_popcount(taps0) > MAX_TAPS[0] ||
-      __builtin_popcount(taps1) > MAX_TAPS[1])
+      __builtin_popcount(taps1) > MAX_TAPS[1] ||
+      (planes_of(fmt).count && (taps0 != taps_of(fmt).zero || taps1 != taps_of(fmt).one)))
     throw std::invalid_argument("bad trellis");
   Trellis& trellis = constants.trellis[fmt];
   trellis = Trellis{};

@@ -27,17 +27,19 @@ constexpr int TILES = SUPER / TILE;
 
 // Entries by the bits that a lookup sees; a second entry is worth `second` of the first's units.
 TileTable make_table(int fmt, const Book& book, int offset, float second) {
-  const int kind = tile_kind(fmt), first = first_plane(kind);
+  const int kind = tile_kind(fmt), low = low_bits(kind);
   TileTable t;
   t.scale = 1;
-  if (first == 8) return t;
+  if (low == 8) return t;
   float largest = 0;
   for (int i = 0; i < book.count; ++i) largest = std::max(largest, std::fabs(book.value[i]));
   if (tile_fine(kind)) t.scale = 127 / largest;
   for (int copy = 0; copy < 4; ++copy)
     for (int i = 0; i < 64; ++i) {
-      int code = i & ((1 << first) - 1);
-      if (second_plane(kind)) code |= (i >> (first + copy) & 1) << first;
+      int code = i & ((1 << low) - 1);
+      if (top_bit(kind)) code |= (i >> (low + copy) & 1) << low;
+      if (tile_trellis(kind))  // entry 4 m + subset
+        code = (code & 16) | (code & 3) << 2 | (code >> 1 & 2) | (code >> 3 & 1);
       const float value = book.value[code % book.count] * t.scale, entry = std::nearbyint(value);
       const float rest = std::clamp(std::nearbyint((value - entry) * second), -127.f, 127.f);
       t.entry[copy][i] = std::uint8_t(int(entry) + offset);
@@ -47,10 +49,10 @@ TileTable make_table(int fmt, const Book& book, int offset, float second) {
 }
 // Of block formats that are decoded to rows: see DECODED. Integer entries have low bytes of zero.
 TileTable make_wide_table(int fmt, const Book& book) {
-  const int kind = tile_kind(fmt), first = first_plane(kind);
+  const int kind = tile_kind(fmt), low = low_bits(kind);
   TileTable t;
   float factor = 256;
-  if (first != 8) {
+  if (low != 8) {
     float largest = 0;
     for (int i = 0; i < book.count; ++i) largest = std::max(largest, std::fabs(book.value[i]));
     if (tile_fine(kind))
@@ -59,8 +61,8 @@ TileTable make_wide_table(int fmt, const Book& book) {
       while (2 * factor * largest <= 32768) factor *= 2;
     for (int copy = 0; copy < 4; ++copy)
       for (int i = 0; i < 64; ++i) {
-        int code = i & ((1 << first) - 1);
-        if (second_plane(kind)) code |= (i >> (first + copy) & 1) << first;
+        int code = i & ((1 << low) - 1);
+        if (top_bit(kind)) code |= (i >> (low + copy) & 1) << low;
         const int entry = int(std::nearbyint(book.value[code % book.count] * factor));
         t.entry[copy][i] = std::uint8_t(entry >> 8);
         t.fine[copy][i] = std::uint8_t(entry);
@@ -69,6 +71,17 @@ TileTable make_wide_table(int fmt, const Book& book) {
   t.scale = factor * DECODED;
   return t;
 }
+// The value of a row that each dimension of a tile holds; empty where it is the one at its place.
+std::vector<std::uint16_t> order_of(const TileSide& side, bool values) {
+  std::vector<std::uint16_t> order;
+  if (!has_trellis(side.fmt)) return order;
+  order.resize(std::size_t(side.dim));
+  each_step(side.dim, values, [&](int t, int d) {  // time order: see formats/tcq.py
+    order[std::size_t(d)] = std::uint16_t(t / GROUP * GROUP + t % 4 * 8 + t % GROUP / 4);
+  });
+  return order;
+}
+
 // Made once for each format, side and kind of entries: books of these formats never change.
 const TileTable& table_of(const TileSide& side, int offset, bool values, bool wide) {
   static std::array<std::array<TileTable, 5>, FORMATS> tables;
@@ -103,6 +116,8 @@ class TileAttention : Blocks {
         value_table_(table_of(values, tiles.offset, true, shared_ && tile_blocks(value_kind_))),
         key_spin_({keys.fmt, keys.book}, keys.dim),
         value_spin_({values.fmt, values.book}, values.dim),
+        key_order_(order_of(keys, false)),
+        value_order_(order_of(values, true)),
         width_(block_rows_ > 4   ? 3
                : block_rows_ > 2 ? 2
                                  : block_rows_ - 1),
@@ -167,7 +182,7 @@ class TileAttention : Blocks {
     std::int32_t* start;  // [octet][scale][OCTET]
     float* step;          // [octet][OCTET]
     float* y;             // scratch: [dim]
-    std::int16_t* natural;
+    std::int16_t *natural, *ordered;
   };
   struct Worker {
     Prepared query;
@@ -200,6 +215,7 @@ class TileAttention : Blocks {
     p.step = c.take<float>(std::size_t(octets_) * OCTET);
     p.y = c.take<float>(std::size_t(keys_.dim));
     p.natural = c.take<std::int16_t>(std::size_t(keys_.dim));
+    p.ordered = c.take<std::int16_t>(key_order_.size());
   }
   void carve(Carver& c, Worker& w) const {
     carve(c, w.query);
@@ -240,6 +256,8 @@ class TileAttention : Blocks {
       if (r >= n) continue;
       key_spin_.forward(isa_, query(head, block * block_rows_ + r), factor_, dim, p.y);
       p.step[r] = isa_.quantize(p.y, dim, LARGEST_QUERY, p.natural) / key_table_.scale;
+      for (std::size_t d = 0; d < key_order_.size(); ++d) p.ordered[d] = p.natural[key_order_[d]];
+      const std::int16_t* const values = key_order_.empty() ? p.natural : p.ordered;
       const int at = r % OCTET;
       std::int8_t* const left =
           p.left + (shared_ ? r / PAIR * 2 : r / OCTET) * std::ptrdiff_t(left_bytes());
@@ -248,7 +266,7 @@ class TileAttention : Blocks {
         // Of the 64 dims of a block, or the 32 of its own with zeros beside them.
         std::int8_t* const of_block = left + (halves_ ? b : b / 2) * parts.block + b % 2 * GROUP;
         std::int8_t *const high = of_block + parts.high, *const low = of_block + parts.low;
-        const std::int16_t* const x = p.natural + b * GROUP;
+        const std::int16_t* const x = values + b * GROUP;
         int sum = 0;
         for (int d = 0; d < GROUP; ++d) {
           const int up = (x[d] + 64) >> 7;
@@ -373,6 +391,12 @@ class TileAttention : Blocks {
     const std::uint8_t* const tile =
         side.base + head * side.head_stride + from / TILE * side.tile_stride();
     const std::ptrdiff_t codes = tile_scales(side.fmt, side.dim);
+    if (has_trellis(side.fmt)) {
+      for (int t = 0; t < n_tiles; ++t)
+        for (int i = 0; i < TILE; ++i)
+          out[t * TILE + i] = side.book->units->value[tile[t * side.tile_stride() + codes + i]];
+      return tile;
+    }
     for (int t = 0; t < n_tiles; ++t)
       for (int s = 0; s < scales; ++s)
         tiles_.widen(tile + t * side.tile_stride() + codes + s * 2 * TILE, TILE,
@@ -440,7 +464,10 @@ class TileAttention : Blocks {
   void finish(int head, int row, const float* values, Softmax s, Worker& w) const {
     const int dim = values_.dim;
     const Output o = output(head, row, s);
-    for (int d = 0; d < dim; ++d) w.y[d] = values[d] * o.factor;
+    if (value_order_.empty())
+      for (int d = 0; d < dim; ++d) w.y[d] = values[d] * o.factor;
+    else
+      for (int d = 0; d < dim; ++d) w.y[value_order_[std::size_t(d)]] = values[d] * o.factor;
     value_spin_.inverse(isa_, w.y, dim, w.y);
     std::memcpy(o.to, w.y, std::size_t(dim) * sizeof(float));
   }
@@ -453,6 +480,7 @@ class TileAttention : Blocks {
   const bool shared_;  // tiles are decoded once for all octets, which are multiplied by twos
   const TileTable &key_table_, &value_table_;
   const Spin key_spin_, value_spin_;
+  const std::vector<std::uint16_t> key_order_, value_order_;
   const int width_;
   const int at_once_;  // octets
   const int octets_;

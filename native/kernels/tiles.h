@@ -36,6 +36,9 @@ enum TileKind : int {
   T_TQ4,
   T_TQ3,
   T_TQ2,
+  T_TCQ4,
+  T_TCQ4_64,
+  T_TCQ3,
   T_Q8_0,
   T_Q4_0,
   T_TBQ4,
@@ -43,7 +46,8 @@ enum TileKind : int {
   TILE_KINDS
 };
 
-constexpr int KIND_FORMATS[] = {TQ8, TQ5, TQ4, TQ3, TQ2, Q8_0, Q4_0, TBQ4_0, TBQ3_0};
+constexpr int KIND_FORMATS[] = {TQ8,     TQ5,  TQ4,  TQ3,  TQ2,    TCQ4,
+                                TCQ4_64, TCQ3, Q8_0, Q4_0, TBQ4_0, TBQ3_0};
 constexpr int tile_kind(int f) {
   int kind = 0;
   while (KIND_FORMATS[kind] != (f == Q4_0_ROT ? int(Q4_0) : f)) ++kind;
@@ -53,13 +57,30 @@ constexpr bool tile_blocks(int kind) { return path_of(KIND_FORMATS[kind]) == BLO
 constexpr bool tile_fine(int kind) { return kind >= T_TBQ4; }  // entries have a second table
 // Once decoded for many query rows, entries have a fine part.
 constexpr bool decoded_fine(int kind) { return tile_blocks(kind) || tile_fine(kind); }
-constexpr int first_plane(int kind) { return planes_of(KIND_FORMATS[kind]).bits[0]; }
-constexpr int second_plane(int kind) { return planes_of(KIND_FORMATS[kind]).bits[1]; }
+constexpr bool tile_trellis(int kind) { return has_trellis(KIND_FORMATS[kind]); }
 constexpr int kind_bits(int kind) { return planes_of(KIND_FORMATS[kind]).all(); }
+// Of an index into a table: the bits that come together, and whether a plane of its own brings one
+// more above them. An index of trellis formats has m's low bits, bit 1 and bit 0 of the subset, and
+// m's highest bit.
+constexpr int low_bits(int kind) {
+  return tile_trellis(kind) ? 4 : planes_of(KIND_FORMATS[kind]).bits[0];
+}
+constexpr bool top_bit(int kind) {
+  return tile_trellis(kind) ? code_bits(KIND_FORMATS[kind]) == 4
+                            : planes_of(KIND_FORMATS[kind]).bits[1] == 1;
+}
 
-// Entries by code. Index bits above those of the code are anything (0..63), so short books repeat;
-// where a second plane brings the highest bit of a code, that bit is looked for at another place in
-// each of the copies: see tiles_leaf.h.
+// Steps back, as bits, to those of the path whose XOR is bit 1 and bit 0 of a subset: what
+// set_trellis is given.
+struct Taps {
+  unsigned one, zero;
+
+  constexpr int reach() const { return 31 - __builtin_clz(one | zero); }
+};
+constexpr Taps taps_of(int f) { return f == TCQ4_64 ? Taps{0127, 042} : Taps{013, 04}; }
+
+// Entries by index. Bits above those of the index are anything (0..63), so short books repeat; the
+// top bit is looked for at another place in each of the copies: see tiles_leaf.h.
 struct TileTable {
   alignas(64) std::uint8_t entry[4][64], fine[4][64];  // int8, or 128 more: TileKernels::offset
   float scale;                                         // value = entry / scale

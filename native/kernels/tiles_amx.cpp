@@ -39,12 +39,25 @@ void begin(int rows) {
 }
 void end() { _tile_release(); }
 
-// Quad rows of 16 lanes (8 or 16) to a right side at `out`, its second table after it.
+// What comes before the groups of values, by group: those from REACH on are alike.
 template <int K>
-KVPROOF_INLINE void decode_right(const std::uint8_t* src, int n, const Tables<I, K>& table,
-                                 std::uint8_t* out) {
+struct ValuePasts {
+  static constexpr int REACH = ValuePast<I, K>::REACH;
+  ValuePast<I, K> past[REACH + 1];
+
+  KVPROOF_INLINE explicit ValuePasts(int dim) {
+    if constexpr (tile_trellis(K))
+      for (int g = 0; g < REACH; ++g) past[g] = ValuePast<I, K>(dim, g, 0);
+  }
+  KVPROOF_INLINE const ValuePast<I, K>& of(int g) const { return past[g < REACH ? g : REACH]; }
+};
+
+// Quad rows of 16 lanes (8 or 16) to a right side at `out`, its second table after it.
+template <int K, class Past>
+KVPROOF_INLINE void decode_right(const std::uint8_t* src, int n, const Past& past,
+                                 const Tables<I, K>& table, std::uint8_t* out) {
   const auto half = [&](int h) KVPROOF_LAMBDA {
-    visit8<I, K>(src, n, h, table, [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
+    visit8<I, K>(src, n, h, past, table, [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
       store(out + (8 * h + quad) * LINE, entry);
       if constexpr (tile_fine(K)) store(out + RIGHT + (8 * h + quad) * LINE, fine);
     });
@@ -58,13 +71,16 @@ KVPROOF_INLINE void decode_keys_of(const std::uint8_t* tile, int dim, int kb,
                                    const Tables<I, K>& table, std::uint8_t* out) {
   const int n = quads_of_block(dim, kb);
   for (int cg = 0; cg < 4; ++cg)
-    decode_right<K>(key_block<K>(tile, kb, n, cg), n, table, out + cg * right_bytes(K));
+    decode_right<K>(key_block<K>(tile, kb, n, cg), n, KeyPast<I, K>(tile, kb, cg, 0), table,
+                    out + cg * right_bytes(K));
 }
 template <int K>
 KVPROOF_INLINE void decode_values_of(const std::uint8_t* tile, int g, int count,
-                                     const Tables<I, K>& table, std::uint8_t* out) {
+                                     const ValuePasts<K>& past, const Tables<I, K>& table,
+                                     std::uint8_t* out) {
   for (int i = 0; i < count; ++i)
-    decode_right<K>(tile + (g + i) * block_codes(K, QUADS), QUADS, table, out + i * right_bytes(K));
+    decode_right<K>(tile + (g + i) * block_codes(K, QUADS), QUADS, past.of(g + i), table,
+                    out + i * right_bytes(K));
 }
 
 // Block formats to rows of one unit: entries of 16 bits, those of even bytes and those of odd ones,
@@ -122,12 +138,14 @@ void decode_keys(const TileWork& given, std::uint8_t* out) {
         for (int cg = 0; cg < 4; ++cg) {
           const std::uint8_t* const src = key_block<K>(tile, kb, n, cg);
           std::uint8_t* const to = out + (kb * 4 + cg) * decoded_bytes(K);
+          const KeyPast<I, K> past(tile, kb, cg, 0);
           for (int h = 0; h < n / 8; ++h) {
             const float* const scales = w.scales + (2 * kb + h) * SUPER + t * TILE + 16 * cg;
             const Ints x = shares(scales, inverse[cg]), share = both(x, x);
-            visit8<I, K>(src, n, h, table, [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
-              store_of_row<K, true>(to + (8 * h + quad) * LINE, entry, fine, share, share);
-            });
+            visit8<I, K>(
+                src, n, h, past, table, [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
+                  store_of_row<K, true>(to + (8 * h + quad) * LINE, entry, fine, share, share);
+                });
           }
         }
       }
@@ -138,10 +156,11 @@ template <int K>
 void decode_values(const TileWork& given, std::uint8_t* out) {
   const TileWork w = given;
   const Tables<I, K> table(*w.table);
+  const ValuePasts<K> past(w.dim);
   for (int t = 0; t < w.n_tiles; ++t, out += w.dim / 16 * decoded_bytes(K)) {
     const std::uint8_t* const tile = w.tiles + t * w.stride;
     if constexpr (!tile_blocks(K)) {
-      decode_values_of<K>(tile, 0, w.dim / 16, table, out);
+      decode_values_of<K>(tile, 0, w.dim / 16, past, table, out);
     } else {
       Floats inverse[4];
       for (int i = 0; i < 4; ++i)
@@ -156,7 +175,7 @@ void decode_values(const TileWork& given, std::uint8_t* out) {
         store(odd, both(x[2], x[3]));
         for (int i = 0; i < 2; ++i)
           for (int h = 0; h < 2; ++h)
-            visit8<I, K>(tile + (g + i) * block_codes(K, QUADS), QUADS, h, table,
+            visit8<I, K>(tile + (g + i) * block_codes(K, QUADS), QUADS, h, past.of(g + i), table,
                          [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
                            const int q = 8 * h + quad;
                            store_of_row<K, false>(out + (g + i) * decoded_bytes(K) + q * LINE,
@@ -241,7 +260,8 @@ void keys_of_rows(const TileWork& given) {
           key_block<K>(w.tiles + next_tile * w.stride, next_block, n, 0);
       const auto ahead = [&](int cg) KVPROOF_LAMBDA {
         const std::uint8_t* const src = next + cg * block_codes(K, n);
-        if (more) decode_right<K>(src, n, table, w.ring + cg * RIGHT);
+        const KeyPast<I, K> past(w.tiles + next_tile * w.stride, next_block, cg, 0);
+        if (more) decode_right<K>(src, n, past, table, w.ring + cg * RIGHT);
       };
       multiply_ring(w.a + std::ptrdiff_t(kb) * PRODUCTS, w.ring, ahead);
     }
@@ -263,10 +283,13 @@ void keys_of_blocks(const TileWork& given) {
   const Tables<I, K> table(*w.table);
   const int blocks = (w.dim + BLOCK_DIMS - 1) / BLOCK_DIMS, halves = w.dim / GROUP;
   const auto decode = [&](int t, int pair, int kb) KVPROOF_LAMBDA {
+    const std::uint8_t* const tile = w.tiles + t * w.stride;
     const int n = quads_of_block(w.dim, kb);
-    const std::uint8_t* const src = key_block<K>(w.tiles + t * w.stride, kb, n, 2 * pair);
-    decode_right<K>(src, n, table, w.ring);
-    decode_right<K>(src + block_codes(K, n), n, table, w.ring + WIDE);
+    for (int i = 0; i < 2; ++i) {
+      const int cg = 2 * pair + i;
+      decode_right<K>(key_block<K>(tile, kb, n, cg), n, KeyPast<I, K>(tile, kb, cg, 0), table,
+                      w.ring + i * WIDE);
+    }
   };
   for (int t = 0; t < w.n_tiles; ++t)
     for (int pair = 0; pair < 2; ++pair) {
@@ -350,19 +373,20 @@ void keys_of_blocks(const TileWork& given) {
 // Two groups of values (the second two products are those of fine entries) over the tiles of a
 // step.
 template <int K, int MR>
-KVPROOF_INLINE void values_by_twos(const TileWork& w, const Tables<I, K>& table, int g) {
+KVPROOF_INLINE void values_by_twos(const TileWork& w, const ValuePasts<K>& past,
+                                   const Tables<I, K>& table, int g) {
   constexpr int LEFT = 2 * MR * LINE, WIDE = right_bytes(K);
   alignas(64) std::uint8_t products[4 * LEFT];
   const int b = tile_blocks(K) ? g / 2 : 0;
   const std::int8_t* const a = w.a + std::ptrdiff_t(b) * (SUPER / TILE) * LEFT;
-  decode_values_of<K>(w.tiles + g * block_codes(K, QUADS), 0, 2, table, w.ring);
+  decode_values_of<K>(w.tiles, g, 2, past, table, w.ring);
   clear_products();
   for (int t = 0; t < w.n_tiles; ++t) {
     const std::uint8_t* const right = w.ring;
     const auto ahead = [&](int i) KVPROOF_LAMBDA {
       const std::uint8_t* const src =
           w.tiles + (t + 1) * w.stride + (g + i) * block_codes(K, QUADS);
-      if (t + 1 < w.n_tiles) decode_right<K>(src, QUADS, table, w.ring + i * WIDE);
+      if (t + 1 < w.n_tiles) decode_right<K>(src, QUADS, past.of(g + i), table, w.ring + i * WIDE);
     };
     _tile_loadd(4, a + t * LEFT, LINE);
     _tile_loadd(6, right, LINE);
@@ -396,10 +420,11 @@ KVPROOF_INLINE void values_by_twos(const TileWork& w, const Tables<I, K>& table,
 
 // Row formats, four groups at once, in one pipeline as keys_of_rows.
 template <int K, int MR>
-KVPROOF_INLINE void values_by_fours(const TileWork& w, const Tables<I, K>& table, int groups) {
+KVPROOF_INLINE void values_by_fours(const TileWork& w, const ValuePasts<K>& past,
+                                    const Tables<I, K>& table, int groups) {
   constexpr int LEFT = 2 * MR * LINE;
   alignas(64) std::uint8_t products[2][4 * LEFT];
-  decode_values_of<K>(w.tiles, 0, 4, table, w.ring);
+  decode_values_of<K>(w.tiles, 0, 4, past, table, w.ring);
   const auto finish = [&](int g) KVPROOF_LAMBDA {
     const std::uint8_t* const p = products[g / 4 % 2];
     for (int i = 0; i < 4; ++i)
@@ -416,7 +441,7 @@ KVPROOF_INLINE void values_by_fours(const TileWork& w, const Tables<I, K>& table
           w.tiles + next_tile * w.stride + next_group * block_codes(K, QUADS);
       const auto ahead = [&](int i) KVPROOF_LAMBDA {
         const std::uint8_t* const src = next + i * block_codes(K, QUADS);
-        if (more) decode_right<K>(src, QUADS, table, w.ring + i * RIGHT);
+        if (more) decode_right<K>(src, QUADS, past.of(next_group + i), table, w.ring + i * RIGHT);
       };
       multiply_ring(w.a + t * LEFT, w.ring, ahead);
     }
@@ -431,12 +456,13 @@ template <int K, int MR>
 void values(const TileWork& given) {
   const TileWork w = given;
   const Tables<I, K> table(*w.table);
+  const ValuePasts<K> past(w.dim);
   int g = 0;
   if constexpr (!tile_blocks(K)) {
     g = w.dim / BLOCK_DIMS * 4;
-    if (g > 0) values_by_fours<K, MR>(w, table, g);
+    if (g > 0) values_by_fours<K, MR>(w, past, table, g);
   }
-  for (; g < w.dim / 16; g += 2) values_by_twos<K, MR>(w, table, g);
+  for (; g < w.dim / 16; g += 2) values_by_twos<K, MR>(w, past, table, g);
 }
 
 // ---- two octets over decoded tiles --------------------------------------------------------------

@@ -25,9 +25,9 @@ struct Avx2Tiles {
   }
   template <int K, int COPY>
   static KVPROOF_INLINE Bytes look_up(const Table& t, Bytes index) {
-    constexpr int bits = first_plane(K);
+    constexpr int bits = low_bits(K);
     const Bytes first = index & std::uint8_t((1 << bits) - 1);
-    if constexpr (second_plane(K) == 0) {
+    if constexpr (!top_bit(K)) {
       return shuffle(t.low, first);
     } else if constexpr (bits == 2) {
       return shuffle(t.low, first | (right<COPY>(index) & std::uint8_t(4)));

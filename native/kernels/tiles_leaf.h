@@ -22,6 +22,7 @@ namespace {
 constexpr int LANES = KVPROOF_LANES;
 typedef std::uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 typedef std::uint16_t Shorts __attribute__((vector_size(4 * LANES)));
+typedef std::uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef std::int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 
@@ -50,6 +51,13 @@ template <int N>
 KVPROOF_INLINE Bytes left(Bytes x) {
   return Bytes(Shorts(x) << N);
 }
+template <int UP>
+KVPROOF_INLINE Bytes shift(Bytes x) {
+  if constexpr (UP < 0)
+    return right<-UP>(x);
+  else
+    return left<UP>(x);
+}
 
 // Calls each(constant 0), ... each(constant N - 1).
 template <int... K, class Fn>
@@ -61,7 +69,7 @@ KVPROOF_INLINE void repeat(Fn&& each) {
   repeat_each(std::make_integer_sequence<int, N>{}, each);
 }
 
-// Place of the bit of a second plane in an index, after the first possible one.
+// Place of the top bit of an index, after the first possible one.
 template <int PLACE>
 using Copy = std::integral_constant<int, PLACE>;
 
@@ -69,12 +77,10 @@ using Copy = std::integral_constant<int, PLACE>;
 // it (I::SIX_BITS), or the first one.
 template <class I, int K>
 struct Tables {
-  static constexpr int COPIES = second_plane(K) == 0 || !I::SIX_BITS ? 1
-                                : first_plane(K) == 2                ? 4
-                                                                     : 2;
+  static constexpr int COPIES = !top_bit(K) || !I::SIX_BITS ? 1 : low_bits(K) == 2 ? 4 : 2;
   typename I::Table entry[COPIES], fine[COPIES];
   KVPROOF_INLINE explicit Tables(const TileTable& t) {
-    if constexpr (first_plane(K) != 8) {
+    if constexpr (low_bits(K) != 8) {
       for (int i = 0; i < COPIES; ++i) {
         entry[i] = I::table(t.entry[i]);
         if constexpr (tile_fine(K)) fine[i] = I::table(t.fine[i]);
@@ -86,65 +92,6 @@ struct Tables {
     return I::template look_up<K, COPY>(t[COPIES > COPY ? COPY : 0], index);
   }
 };
-
-// Visits the 8 quad rows of half h of a block of n quad rows (8 or 16) whose planes start at `src`:
-// each(quad 0..7, entries, fine entries).
-template <class I, int K, class Fn>
-KVPROOF_INLINE void visit8(const std::uint8_t* src, int n, int h, const Tables<I, K>& t,
-                           Fn&& each) {
-  constexpr int bits = first_plane(K);
-  const std::uint8_t* first = src + h * bits * LINE;
-  const std::uint8_t* second = src + (n * bits / 8 + h) * LINE;
-  const auto give = [&](auto quad, Bytes index, auto copy) KVPROOF_LAMBDA {
-    const Bytes entry = t.template look_up<copy>(t.entry, index);
-    if constexpr (tile_fine(K))
-      each(quad, entry, t.template look_up<copy>(t.fine, index));
-    else
-      each(quad, entry, Bytes{});
-  };
-  if constexpr (bits == 8) {
-    repeat<8>([&](auto q)
-                  KVPROOF_LAMBDA { each(q, I::bytes(load<Bytes>(first + q * LINE)), Bytes{}); });
-  } else if constexpr (bits == 4) {
-    Bytes fifth{};
-    if constexpr (second_plane(K)) fifth = load<Bytes>(second);
-    repeat<4>([&](auto l) KVPROOF_LAMBDA {
-      const Bytes x = load<Bytes>(first + l * LINE);
-      if constexpr (second_plane(K)) {
-        // Bits 2 l and 2 l + 1 of the fifth plane to places 4 and 5.
-        constexpr int up = 4 - 2 * int(l);
-        Bytes f;
-        if constexpr (up >= 0)
-          f = left<up>(fifth);
-        else
-          f = right<-up>(fifth);
-        give(std::integral_constant<int, 2 * l>{}, I::template merge<0x0f>(x, f), Copy<0>{});
-        give(std::integral_constant<int, 2 * l + 1>{}, I::template merge<0x0f>(right<4>(x), f),
-             Copy<1>{});
-      } else {
-        give(std::integral_constant<int, 2 * l>{}, x, Copy<0>{});
-        give(std::integral_constant<int, 2 * l + 1>{}, right<4>(x), Copy<0>{});
-      }
-    });
-  } else {
-    static_assert(bits == 2);
-    Bytes third{};
-    if constexpr (second_plane(K)) third = load<Bytes>(second);
-    repeat<2>([&](auto l) KVPROOF_LAMBDA {
-      const Bytes x = load<Bytes>(first + l * LINE);
-      // Bits 4 l .. 4 l + 3 of the third plane to places 2 .. 5.
-      Bytes f{};
-      if constexpr (second_plane(K)) f = l == 0 ? left<2>(third) : right<2>(third);
-      repeat<4>([&](auto k) KVPROOF_LAMBDA {
-        const Bytes low = right<2 * k>(x);
-        if constexpr (second_plane(K))
-          give(std::integral_constant<int, 4 * l + k>{}, I::template merge<0x03>(low, f), k);
-        else
-          give(std::integral_constant<int, 4 * l + k>{}, low, Copy<0>{});
-      });
-    });
-  }
-}
 
 // Bytes of n quad rows of 16 lanes.
 constexpr int block_codes(int kind, int n) { return n * LINE * kind_bits(kind) / 8; }
@@ -158,14 +105,197 @@ KVPROOF_INLINE int quads_of_block(int dim, int kb) {
   return left < QUADS ? left : QUADS;
 }
 
+// ---- the path of trellis formats
+// ---------------------------------------------------------------------------
+//
+// A subset is the XOR of the path's bits some steps back. In a line of keys a byte holds 8 steps of
+// a token, so that those of J steps before are the line shifted by J bits with others coming in; in
+// values they are the line of a group before, or that of a last group moved on by a lane.
+
+// Zeros, and then whatever is to be kept.
+struct Edge {
+  alignas(64) std::uint8_t byte[2 * LINE];
+};
+constexpr Edge EDGE = [] {
+  Edge e{};
+  for (int i = LINE; i < 2 * LINE; ++i) e.byte[i] = 0xff;
+  return e;
+}();
+
+// The first line of the path in n quad rows.
+constexpr int path_at(int kind, int n) { return n / 8 * (kind_bits(kind) - 1) * LINE; }
+
+// XOR of back(J) over the steps J of TAPS.
+template <unsigned TAPS, class Back>
+KVPROOF_INLINE Bytes sum_of(Back&& back) {
+  Bytes sum{};
+  repeat<8>([&](auto j) KVPROOF_LAMBDA {
+    if constexpr (TAPS >> j & 1) sum ^= back(j);
+  });
+  return sum;
+}
+
+// What comes before a block of keys.
+template <class I, int K>
+struct KeyPast {
+  const std::uint8_t* line;  // the last one of the path in the block before, in the same lanes
+
+  // Lanes of group cg of 16 tokens, from the `lane`-th on.
+  KVPROOF_INLINE KeyPast(const std::uint8_t* tile, int kb, int cg, int lane) {
+    line = kb == 0 ? EDGE.byte
+                   : key_block<K>(tile, kb - 1, QUADS, cg) + path_at(K, QUADS) + LINE + 4 * lane;
+  }
+  // Bits 1 and 0 of the subsets in half h of n quad rows, whose path is at `path`.
+  KVPROOF_INLINE void subsets(const std::uint8_t* path, int n, int h, Bytes* one,
+                              Bytes* zero) const {
+    const Bytes now = load<Bytes>(path + h * LINE);
+    Bytes before;
+    if (h == 1)
+      before = load<Bytes>(path);
+    else  // the last line of the byte before, which is in the block before for the first byte
+      before = Bytes(load<Words>(path + (n / 8 - 1) * LINE) << 8 | load<Words>(line) >> 24);
+    const auto back = [&](auto j) KVPROOF_LAMBDA {
+      if constexpr (j == 0)
+        return now;
+      else
+        return I::template merge<(0xff << j & 0xff)>(left<j>(now), right<8 - j>(before));
+    };
+    constexpr Taps taps = taps_of(KIND_FORMATS[K]);
+    *one = sum_of<taps.one>(back);
+    *zero = sum_of<taps.zero>(back);
+  }
+};
+
+// What comes before a group of values.
+template <class I, int K>
+struct ValuePast {
+  static constexpr Taps TAPS = taps_of(KIND_FORMATS[K]);
+  static constexpr int REACH = tile_trellis(K) ? TAPS.reach() : 0;
+  bool wraps = false;                        // some of it is in last groups
+  std::ptrdiff_t to[REACH + 1] = {};         // from a line to that of so many steps before
+  const std::uint8_t* mask[REACH + 1] = {};  // without the lanes before which there is nothing
+
+  ValuePast() = default;
+  // Lanes of group g, from the `lane`-th on.
+  KVPROOF_INLINE ValuePast(int dim, int g, int lane) {
+    if constexpr (tile_trellis(K)) {
+      wraps = g < REACH;
+      if (!wraps) return;
+      for (int j = 0; j <= REACH; ++j) {
+        int from = g - j, moved = 0;
+        for (; from < 0; from += dim / 16) ++moved;
+        to[j] = std::ptrdiff_t(from - g) * block_codes(K, QUADS) - 4 * moved;
+        mask[j] = EDGE.byte + LINE + 4 * (lane - moved);
+      }
+    }
+  }
+  KVPROOF_INLINE void subsets(const std::uint8_t* path, int, int h, Bytes* one, Bytes* zero) const {
+    const std::uint8_t* const now = path + h * LINE;
+    const auto give = [&](auto&& back) KVPROOF_LAMBDA {
+      *one = sum_of<TAPS.one>(back);
+      *zero = sum_of<TAPS.zero>(back);
+    };
+    if (wraps)
+      give([&](auto j) KVPROOF_LAMBDA { return load<Bytes>(now + to[j]) & load<Bytes>(mask[j]); });
+    else
+      give([&](auto j) KVPROOF_LAMBDA { return load<Bytes>(now - j * block_codes(K, QUADS)); });
+  }
+};
+
+// Visits the 8 quad rows of half h of a block of n quad rows (8 or 16) whose planes start at `src`:
+// each(quad 0..7, entries, fine entries).
+template <class I, int K, class Past, class Fn>
+KVPROOF_INLINE void visit8(const std::uint8_t* src, int n, int h, const Past& past,
+                           const Tables<I, K>& t, Fn&& each) {
+  constexpr int bits = low_bits(K);
+  const std::uint8_t* first = src + h * bits * LINE;
+  const std::uint8_t* second = src + (n * bits / 8 + h) * LINE;
+  const auto give = [&](auto quad, Bytes index, auto copy) KVPROOF_LAMBDA {
+    const Bytes entry = t.template look_up<copy>(t.entry, index);
+    if constexpr (tile_fine(K))
+      each(quad, entry, t.template look_up<copy>(t.fine, index));
+    else
+      each(quad, entry, Bytes{});
+  };
+  if constexpr (bits == 8) {
+    repeat<8>([&](auto q)
+                  KVPROOF_LAMBDA { each(q, I::bytes(load<Bytes>(first + q * LINE)), Bytes{}); });
+  } else if constexpr (tile_trellis(K)) {
+    Bytes one, zero, top{};
+    past.subsets(src + path_at(K, n), n, h, &one, &zero);
+    if constexpr (top_bit(K)) top = load<Bytes>(src + (n / 4 + h) * LINE);
+    repeat<2>([&](auto l) KVPROOF_LAMBDA {
+      const Bytes m = load<Bytes>(src + (2 * h + l) * LINE);
+      // The subsets of quad rows 4 l .. 4 l + 3, in the bits that m has of them.
+      Bytes subset;
+      if constexpr (l == 0)
+        subset = I::template merge<0x55>(one, left<1>(zero));
+      else
+        subset = I::template merge<0x55>(right<1>(one), zero);
+      repeat<2>([&](auto k) KVPROOF_LAMBDA {  // quad rows 4 l + k and 4 l + k + 2
+        Bytes x;
+        if constexpr (k == 0)
+          x = I::template merge<0x33>(m, left<2>(subset));
+        else
+          x = I::template merge<0x33>(right<2>(m), subset);
+        constexpr std::integral_constant<int, 4 * l + k> low{};
+        constexpr std::integral_constant<int, 4 * l + k + 2> high{};
+        if constexpr (top_bit(K)) {
+          // Bits 2 (2 l + k) and the next to places 4 and 5.
+          const Bytes f = shift<4 - 2 * (2 * l + k)>(top);
+          give(low, I::template merge<0x0f>(x, f), Copy<0>{});
+          give(high, I::template merge<0x0f>(right<4>(x), f), Copy<1>{});
+        } else {
+          give(low, x, Copy<0>{});
+          give(high, right<4>(x), Copy<0>{});
+        }
+      });
+    });
+  } else if constexpr (bits == 4) {
+    Bytes fifth{};
+    if constexpr (top_bit(K)) fifth = load<Bytes>(second);
+    repeat<4>([&](auto l) KVPROOF_LAMBDA {
+      const Bytes x = load<Bytes>(first + l * LINE);
+      if constexpr (top_bit(K)) {
+        // Bits 2 l and 2 l + 1 of the fifth plane to places 4 and 5.
+        const Bytes f = shift<4 - 2 * l>(fifth);
+        give(std::integral_constant<int, 2 * l>{}, I::template merge<0x0f>(x, f), Copy<0>{});
+        give(std::integral_constant<int, 2 * l + 1>{}, I::template merge<0x0f>(right<4>(x), f),
+             Copy<1>{});
+      } else {
+        give(std::integral_constant<int, 2 * l>{}, x, Copy<0>{});
+        give(std::integral_constant<int, 2 * l + 1>{}, right<4>(x), Copy<0>{});
+      }
+    });
+  } else {
+    static_assert(bits == 2);
+    Bytes third{};
+    if constexpr (top_bit(K)) third = load<Bytes>(second);
+    repeat<2>([&](auto l) KVPROOF_LAMBDA {
+      const Bytes x = load<Bytes>(first + l * LINE);
+      // Bits 4 l .. 4 l + 3 of the third plane to places 2 .. 5.
+      Bytes f{};
+      if constexpr (top_bit(K)) f = l == 0 ? left<2>(third) : right<2>(third);
+      repeat<4>([&](auto k) KVPROOF_LAMBDA {
+        const Bytes low = right<2 * k>(x);
+        if constexpr (top_bit(K))
+          give(std::integral_constant<int, 4 * l + k>{}, I::template merge<0x03>(low, f), k);
+        else
+          give(std::integral_constant<int, 4 * l + k>{}, low, Copy<0>{});
+      });
+    });
+  }
+}
+
 // ---- products by dot instructions
 // ---------------------------------------------------------------------
 
 // Adds the products of 8 quad rows with ROWS left sides of MR at a.
-template <class I, int K, int MR, int ROWS>
-KVPROOF_INLINE void multiply8(const std::uint8_t* src, int n, int h, const Tables<I, K>& table,
-                              const std::int8_t* a, Ints* high, Ints* low) {
-  visit8<I, K>(src, n, h, table, [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
+template <class I, int K, int MR, int ROWS, class Past>
+KVPROOF_INLINE void multiply8(const std::uint8_t* src, int n, int h, const Past& past,
+                              const Tables<I, K>& table, const std::int8_t* a, Ints* high,
+                              Ints* low) {
+  visit8<I, K>(src, n, h, past, table, [&](auto quad, Bytes entry, Bytes fine) KVPROOF_LAMBDA {
     for (int r = 0; r < ROWS; ++r) {
       const std::int8_t *const up = a + r * LINE + 4 * quad, *const down = up + MR * LINE;
       high[r] = I::dot(high[r], entry, up);
@@ -187,9 +317,11 @@ KVPROOF_INLINE void keys_of_lanes(const TileWork& w, const Tables<I, K>& table, 
     const int n = quads_of_block(w.dim, kb);
     const std::uint8_t* const src =
         key_block<K>(w.tiles + t * w.stride, kb, n, lane / 16) + lane % 16 * 4;
+    const KeyPast<I, K> past(w.tiles + t * w.stride, kb, lane / 16, lane % 16);
     for (int h = 0; h < n / 8; ++h) {
-      multiply8<I, K, MR, ROWS>(
-          src, n, h, table, w.a + (std::ptrdiff_t(kb) * 2 * MR + r0) * LINE + h * 32, high, low);
+      multiply8<I, K, MR, ROWS>(src, n, h, past, table,
+                                w.a + (std::ptrdiff_t(kb) * 2 * MR + r0) * LINE + h * 32, high,
+                                low);
       if constexpr (tile_blocks(K)) {
         const int b = kb * 2 + h;
         const Floats scale = load<Floats>(w.scales + b * SUPER + at);
@@ -231,13 +363,14 @@ void values_by_dots(const TileWork& given) {
   for (int d = 0; d < w.dim; d += LANES) {
     const int b = tile_blocks(K) ? d / GROUP : 0;
     const std::ptrdiff_t from = d / 16 * block_codes(K, QUADS) + d % 16 * 4;
+    const ValuePast<I, K> past(w.dim, d / 16, d % 16);
     for (int r0 = 0; r0 < MR; r0 += ROWS) {
       const std::int8_t* const a = w.a + (std::ptrdiff_t(b) * (SUPER / TILE) * 2 * MR + r0) * LINE;
       Ints high[ROWS], low[ROWS];
       for (int r = 0; r < ROWS; ++r) high[r] = low[r] = all(0);
       for (int t = 0; t < w.n_tiles; ++t)
         for (int h = 0; h < 2; ++h)
-          multiply8<I, K, MR, ROWS>(w.tiles + t * w.stride + from, QUADS, h, table,
+          multiply8<I, K, MR, ROWS>(w.tiles + t * w.stride + from, QUADS, h, past, table,
                                     a + t * 2 * MR * LINE + h * 32, high, low);
       for (int r = 0; r < ROWS; ++r) add_values(w, r0 + r, d, b, high[r], low[r]);
     }

@@ -19,9 +19,9 @@ struct NeonTiles {
   }
   template <int K, int COPY>
   static KVPROOF_INLINE Bytes look_up(const Table& t, Bytes index) {
-    constexpr int bits = first_plane(K);
+    constexpr int bits = low_bits(K);
     const Bytes first = index & std::uint8_t((1 << bits) - 1);
-    if constexpr (second_plane(K) == 0) {
+    if constexpr (!top_bit(K)) {
       return Bytes(vqtbl1q_u8(t.low, uint8x16_t(first)));
     } else if constexpr (bits == 2) {
       const Bytes third = right<COPY>(index) & std::uint8_t(4);

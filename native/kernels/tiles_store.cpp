@@ -91,8 +91,48 @@ void codes_to_bits(const std::uint8_t* code, int n, int at, std::uint8_t* to) {
     to[i / 8] = gather_bits(load<std::uint64_t>(code + i) >> at & EACH64);
 }
 
-void codes_of(int fmt, const std::uint8_t* row, int dim, std::uint8_t* code) {
+// Rows of trellis formats: m's low bits, four steps a byte; its highest bit, if it has three, and
+// the path, eight a byte. A code has them in that order.
+std::uint64_t spread_pairs(std::uint64_t x) {
+  x = (x | x << 24) & 0x000000ff000000ff;
+  x = (x | x << 12) & 0x000f000f000f000f;
+  return (x | x << 6) & 3 * EACH64;
+}
+std::uint16_t gather_pairs(std::uint64_t x) {
+  x = (x | x >> 6) & 0x000f000f000f000f;
+  x = (x | x >> 12) & 0x000000ff000000ff;
+  return std::uint16_t(x | x >> 24);
+}
+void trellis_to_codes(int bits, const std::uint8_t* row, int dim, bool values, std::uint8_t* code) {
+  const std::uint8_t *const second = row + dim / 4, *const third = second + dim / 8;
+  alignas(8) std::uint8_t step[WIDEST_TILE];
+  for (int t = 0; t < dim; t += 8) {
+    std::uint64_t x = spread_pairs(load<std::uint16_t>(row + t / 4)) | spread_bits(second[t / 8])
+                                                                           << 2;
+    if (bits == 4) x |= spread_bits(third[t / 8]) << 3;
+    store(step + t, x);
+  }
+  each_step(dim, values, [&](int t, int d) { code[d] = step[t]; });
+}
+void codes_to_trellis(int bits, const std::uint8_t* code, int dim, bool values, std::uint8_t* row) {
+  std::uint8_t *const second = row + dim / 4, *const third = second + dim / 8;
+  alignas(8) std::uint8_t step[WIDEST_TILE];
+  each_step(dim, values, [&](int t, int d) { step[t] = code[d]; });
+  for (int t = 0; t < dim; t += 8) {
+    const auto x = load<std::uint64_t>(step + t);
+    store(row + t / 4, gather_pairs(x & 3 * EACH64));
+    second[t / 8] = gather_bits(x >> 2 & EACH64);
+    if (bits == 4) third[t / 8] = gather_bits(x >> 3 & EACH64);
+  }
+}
+
+void codes_of(int fmt, const std::uint8_t* row, int dim, bool values, std::uint8_t* code) {
   switch (fmt) {
+    case TCQ4:
+    case TCQ4_64:
+    case TCQ3:
+      trellis_to_codes(code_bits(fmt), row, dim, values, code);
+      return;
     case TQ8:
       std::memcpy(code, row, std::size_t(dim));
       return;
@@ -128,8 +168,13 @@ void codes_of(int fmt, const std::uint8_t* row, int dim, std::uint8_t* code) {
   }
 }
 
-void row_of(int fmt, const std::uint8_t* code, int dim, std::uint8_t* row) {
+void row_of(int fmt, const std::uint8_t* code, int dim, bool values, std::uint8_t* row) {
   switch (fmt) {
+    case TCQ4:
+    case TCQ4_64:
+    case TCQ3:
+      codes_to_trellis(code_bits(fmt), code, dim, values, row);
+      return;
     case TQ8:
       std::memcpy(row, code, std::size_t(dim));
       return;
@@ -165,40 +210,46 @@ void row_of(int fmt, const std::uint8_t* code, int dim, std::uint8_t* row) {
   }
 }
 
-// Scales follow the codes of a tile: of each row, or of each 32 values, TILE of them.
 bool row_scaled(int fmt) { return path_of(fmt) == ROW; }
-std::ptrdiff_t tile_scales(int fmt, int dim) {
-  return std::ptrdiff_t(TILE / 8) * planes_of(fmt).all() * dim;
-}
-// Where a row's scale of 32 values, or of all, is.
+// Where a row's scale of 32 values, or of all, is: unit_bytes of it.
 std::ptrdiff_t scale_of_group(int fmt, int dim, int g) {
-  return row_scaled(fmt) ? row_bytes(fmt, dim) - 2 : std::ptrdiff_t(g) * block_bytes(fmt);
+  return row_scaled(fmt) ? row_bytes(fmt, dim) - unit_bytes(fmt)
+                         : std::ptrdiff_t(g) * block_bytes(fmt);
 }
 int scales_of(int fmt, int dim) { return row_scaled(fmt) ? 1 : dim / GROUP; }
 
 // ---- codes of a row in its tile -----------------------------------------------------------------
 
+// Of the 8 / B quad rows of a line: which B bits are theirs. Trellis formats have an order of their
+// own for the path and for m's highest bit.
+constexpr int IN_ORDER[] = {0, 1, 2, 3, 4, 5, 6, 7};
+constexpr int OF_PATH[] = {0, 2, 4, 6, 1, 3, 5, 7}, OF_HIGHEST[] = {0, 2, 1, 3, 4, 6, 5, 7};
+const int* places_of(int fmt, int plane) {
+  if (!has_trellis(fmt) || plane == 0) return IN_ORDER;
+  return plane + 1 == planes_of(fmt).count ? OF_PATH : OF_HIGHEST;
+}
+
 // B bits of each code from bit `low` on. Keys: a line holds 8 / B words of four dimensions of a
 // token, so that its 4 bytes there are its own.
-template <int B>
+template <int B, const int* AT = IN_ORDER>
 void put_key(const std::uint8_t* code, int low, int n, std::uint8_t* at) {
   constexpr int M = 8 / B;
   constexpr std::uint32_t MASK = EACH32 * ((1 << B) - 1);
   for (int l = 0; l < n / 4 / M; ++l, at += LINE) {
     std::uint32_t word = 0;
     for (int k = 0; k < M; ++k)
-      word |= (load<std::uint32_t>(code + 4 * (l * M + k)) >> low & MASK) << B * k;
+      word |= (load<std::uint32_t>(code + 4 * (l * M + k)) >> low & MASK) << B * AT[k];
     store(at, word);
   }
 }
-template <int B>
+template <int B, const int* AT = IN_ORDER>
 void take_key(const std::uint8_t* at, int low, int n, std::uint8_t* code) {
   constexpr int M = 8 / B;
   constexpr std::uint32_t MASK = EACH32 * ((1 << B) - 1);
   for (int l = 0; l < n / 4 / M; ++l, at += LINE)
     for (int k = 0; k < M; ++k) {
       std::uint8_t* const to = code + 4 * (l * M + k);
-      store(to, load<std::uint32_t>(to) | (load<std::uint32_t>(at) >> B * k & MASK) << low);
+      store(to, load<std::uint32_t>(to) | (load<std::uint32_t>(at) >> B * AT[k] & MASK) << low);
     }
 }
 
@@ -219,8 +270,8 @@ void take_value(const std::uint8_t* at, int low, int bits, int shift, std::uint8
   for (int i = 0; i < QUAD; ++i) code[i] |= std::uint8_t((word[i] >> shift & mask) << low);
 }
 
-// Calls line(codes of the row, bits, low, where in the tile) for every plane of every block that
-// holds codes of slot t of a tile of keys.
+// Calls line(first dimension, dimensions, plane, low, where in the tile) for every plane of every
+// block that holds codes of slot t of a tile of keys.
 template <class F>
 void key_planes(int fmt, int dim, int t, const F& line) {
   const Planes planes = planes_of(fmt);
@@ -230,7 +281,7 @@ void key_planes(int fmt, int dim, int t, const F& line) {
     const std::ptrdiff_t at =
         std::ptrdiff_t(TILE / 8) * d * bits + t / QUAD * (QUAD / 8) * n * bits + t % QUAD * 4;
     for (int p = 0, low = 0; p < planes.count; low += planes.bits[p++])
-      line(d, n, planes.bits[p], low, at + QUAD / 8 * n * low);
+      line(d, n, p, low, at + QUAD / 8 * n * low);
   }
 }
 // The same of a tile of values, with the shift of the slot's codes in words.
@@ -241,7 +292,7 @@ void value_planes(int fmt, int dim, int t, const F& line) {
   const int bits = planes.all(), r = t % QUAD;
   for (int p = 0, low = 0; p < planes.count; low += planes.bits[p++]) {
     const int b = planes.bits[p], a_line = 8 / b;
-    const int shift = 8 * BYTE_OF[t / QUAD] + r % a_line * b;
+    const int shift = 8 * BYTE_OF[t / QUAD] + places_of(fmt, p)[r % a_line] * b;
     const std::ptrdiff_t at = TILE / 8 * QUAD * low + r / a_line * LINE;
     for (int d = 0; d < dim; d += QUAD)
       line(d, b, low, shift, at + std::ptrdiff_t(TILE / 8) * d * bits);
@@ -251,20 +302,28 @@ void value_planes(int fmt, int dim, int t, const F& line) {
 void put_row(const TileBuffer& tiles, const std::uint8_t* row, int t, std::uint8_t* tile) {
   const int fmt = tiles.fmt, dim = tiles.dim;
   alignas(64) std::uint8_t code[WIDEST_TILE];
-  codes_of(fmt, row, dim, code);
+  codes_of(fmt, row, dim, tiles.values, code);
   if (tiles.values) {
     value_planes(fmt, dim, t, [&](int d, int b, int low, int shift, std::ptrdiff_t at) {
       put_value(code + d, low, b, shift, tile + at);
     });
   } else {
-    key_planes(fmt, dim, t, [&](int d, int n, int b, int low, std::ptrdiff_t at) {
-      const auto put = b == 8 ? put_key<8> : b == 4 ? put_key<4> : b == 2 ? put_key<2> : put_key<1>;
+    key_planes(fmt, dim, t, [&](int d, int n, int plane, int low, std::ptrdiff_t at) {
+      const int b = planes_of(fmt).bits[plane];
+      const int* const places = places_of(fmt, plane);
+      const auto put = b == 8                 ? put_key<8>
+                       : b == 4               ? put_key<4>
+                       : b == 2               ? put_key<2>
+                       : places == OF_PATH    ? put_key<1, OF_PATH>
+                       : places == OF_HIGHEST ? put_key<1, OF_HIGHEST>
+                                              : put_key<1>;
       put(code + d, low, n, tile + at);
     });
   }
-  std::uint8_t* scale = tile + tile_scales(fmt, dim) + 2 * t;
-  for (int g = 0; g < scales_of(fmt, dim); ++g, scale += 2 * TILE)
-    std::memcpy(scale, row + scale_of_group(fmt, dim, g), 2);
+  const int size = unit_bytes(fmt);
+  std::uint8_t* scale = tile + tile_scales(fmt, dim) + size * t;
+  for (int g = 0; g < scales_of(fmt, dim); ++g, scale += size * TILE)
+    std::memcpy(scale, row + scale_of_group(fmt, dim, g), std::size_t(size));
 }
 
 void take_row(const TileBuffer& tiles, const std::uint8_t* tile, int t, std::uint8_t* row) {
@@ -276,18 +335,23 @@ void take_row(const TileBuffer& tiles, const std::uint8_t* tile, int t, std::uin
       take_value(tile + at, low, b, shift, code + d);
     });
   } else {
-    key_planes(fmt, dim, t, [&](int d, int n, int b, int low, std::ptrdiff_t at) {
-      const auto take = b == 8   ? take_key<8>
-                        : b == 4 ? take_key<4>
-                        : b == 2 ? take_key<2>
-                                 : take_key<1>;
+    key_planes(fmt, dim, t, [&](int d, int n, int plane, int low, std::ptrdiff_t at) {
+      const int b = planes_of(fmt).bits[plane];
+      const int* const places = places_of(fmt, plane);
+      const auto take = b == 8                 ? take_key<8>
+                        : b == 4               ? take_key<4>
+                        : b == 2               ? take_key<2>
+                        : places == OF_PATH    ? take_key<1, OF_PATH>
+                        : places == OF_HIGHEST ? take_key<1, OF_HIGHEST>
+                                               : take_key<1>;
       take(tile + at, low, n, code + d);
     });
   }
-  row_of(fmt, code, dim, row);
-  const std::uint8_t* scale = tile + tile_scales(fmt, dim) + 2 * t;
-  for (int g = 0; g < scales_of(fmt, dim); ++g, scale += 2 * TILE)
-    std::memcpy(row + scale_of_group(fmt, dim, g), scale, 2);
+  row_of(fmt, code, dim, tiles.values, row);
+  const int size = unit_bytes(fmt);
+  const std::uint8_t* scale = tile + tile_scales(fmt, dim) + size * t;
+  for (int g = 0; g < scales_of(fmt, dim); ++g, scale += size * TILE)
+    std::memcpy(row + scale_of_group(fmt, dim, g), scale, std::size_t(size));
 }
 
 // Calls each(row, tile, slot) for n rows from slot `at` on, tile by tile, on `threads` threads.
@@ -324,7 +388,7 @@ bool has_tiles(int fmt, int dim) {
 std::ptrdiff_t pack(int threads, const RowBuffer<const std::uint8_t>& rows, std::ptrdiff_t n,
                     const TileBuffer& tiles, std::ptrdiff_t at) {
   const int fmt = tiles.fmt, dim = tiles.dim;
-  for (std::ptrdiff_t t = 0; t < n; ++t)
+  for (std::ptrdiff_t t = 0; t < n && !has_trellis(fmt); ++t)  // all their units are finite
     for (int head = 0; head < tiles.heads; ++head) {
       const std::uint8_t* const row = rows.base + t * rows.token_stride + head * rows.head_stride;
       for (int g = 0; g < scales_of(fmt, dim); ++g)

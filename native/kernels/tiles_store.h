@@ -18,9 +18,9 @@ constexpr std::ptrdiff_t tile_bytes(int f, int dim) { return TILE * row_bytes(f,
 // the byte as stored.
 struct Planes {
   int count = 0;
-  int bits[2] = {};
+  int bits[3] = {};
 
-  constexpr int all() const { return bits[0] + bits[1]; }
+  constexpr int all() const { return bits[0] + bits[1] + bits[2]; }
 };
 
 constexpr Planes planes_of(int f) {
@@ -40,15 +40,39 @@ constexpr Planes planes_of(int f) {
       return {2, {2, 1}};
     case TQ2:
       return {1, {2}};
+    case TCQ3:  // m and the path
+      return {2, {2, 1}};
+    case TCQ4:  // m's low bits, its highest bit, the path
+    case TCQ4_64:
+      return {3, {2, 1, 1}};
     default:
       return {};
   }
 }
-// Scales follow the codes: of each row, or of each 32 values, TILE of them.
+// Scales follow the codes: of each row, or of each 32 values, TILE of them; of trellis formats the
+// bytes that name the units.
 constexpr std::ptrdiff_t tile_scales(int f, int dim) {
   return std::ptrdiff_t(TILE) * dim * planes_of(f).all() / 8;
 }
 bool has_tiles(int fmt, int dim);
+
+// Calls each(step, dimension of the tile that holds it), for every step of a trellis row.
+template <class Each>
+inline void each_step(int dim, bool values, Each&& each) {
+  if (values) {
+    const int groups = dim / 16;
+    for (int g = 0; g < groups; ++g)
+      for (int i = 0; i < 16; ++i) each(i * groups + g, g * 16 + i);
+    return;
+  }
+  for (int d = 0; d < dim; d += LINE) {
+    const int quads = (dim - d < LINE ? dim - d : LINE) / 4;
+    for (int j = 0; j < 4; ++j)
+      for (int h = 0; h < quads; h += 8)
+        for (int k = 0; k < 8; ++k)
+          each(d + quads * j + h + k, d + 4 * (h + k % 2 * 4 + k / 2) + j);
+  }
+}
 
 // Tiles of one side: row t of head h is slot t % TILE of the tile at base + h * head_stride +
 // t / TILE * tile_bytes. Slots that no row was written to hold zeros.

@@ -15,7 +15,8 @@ using namespace kvproof;
 
 namespace {
 
-constexpr int FORMATS_HERE[] = {TQ8, TQ5, TQ4, TQ3, TQ2, Q8_0, Q4_0, TBQ4_0, TBQ3_0};
+constexpr int FORMATS_HERE[] = {TQ8,     TQ5,  TQ4,  TQ3,  TQ2,    TCQ4,
+                                TCQ4_64, TCQ3, Q8_0, Q4_0, TBQ4_0, TBQ3_0};
 // Products are exact, but exp2 and sums of floats differ, and sets cut a call into other steps, of
 // which each rounds its weights. Entries of blocks that are decoded to rows are rounded too.
 constexpr double LIMIT = 3e-8;
@@ -36,6 +37,7 @@ std::vector<std::uint8_t> random_tiles(int f, int dim, int count) {
   std::vector<std::uint8_t> tiles(std::size_t(count * tile_bytes(f, dim)));
   for (auto& byte : tiles) byte = std::uint8_t(random_bits());
   for (int t = 0; t < count; ++t) {  // scales: halves of both signs, from 2^-14 to 2^-3
+    if (has_trellis(f)) break;       // every byte names a unit
     std::uint8_t* p = tiles.data() + t * tile_bytes(f, dim) + tile_scales(f, dim);
     for (std::uint8_t* const end = tiles.data() + (t + 1) * tile_bytes(f, dim); p < end; p += 2) {
       p[1] = std::uint8_t((random_bits() & 0x80) | (0x04 + random_bits() % 44));
@@ -48,18 +50,28 @@ std::vector<std::uint8_t> random_tiles(int f, int dim, int count) {
 }  // namespace
 
 int main() {
-  for (const auto& [f, count] :
-       {std::pair{TQ5, 32}, {TQ4, 16}, {TQ3, 8}, {TQ2, 4}, {Q4_0, 16}, {TBQ4_0, 16}, {TBQ3_0, 8}})
+  for (const auto& [f, count] : {std::pair{TQ5, 32},
+                                 {TQ4, 16},
+                                 {TQ3, 8},
+                                 {TQ2, 4},
+                                 {TCQ4, 32},
+                                 {TCQ4_64, 32},
+                                 {TCQ3, 16},
+                                 {Q4_0, 16},
+                                 {TBQ4_0, 16},
+                                 {TBQ3_0, 8}})
     fill_book(f, count);
   for (int i = 0; i < GROUP; ++i) constants.signs32[i] = i % 3 ? 1 : -1;
   for (int i = 0; i < MAX_DIM; ++i) constants.head_signs[i] = i % 5 ? 1 : -1;
   std::normal_distribution<float> normal;
+  for (float& unit : constants.units.value) unit = std::exp2(normal(random_bits) - 5);
+  for (const int f : {TCQ4, TCQ4_64, TCQ3}) constants.book[f].units = &constants.units;
   double worst = 0;
   int cases = 0, bad = 0;
   for (const int key : FORMATS_HERE)
     for (const int n_q : {1, 2, 3, 37})
       for (const int dim : {64, 96, 128}) {
-        const int value = n_q == 2 ? FORMATS_HERE[cases % 9] : key;
+        const int value = n_q == 2 ? FORMATS_HERE[cases % 12] : key;
         const int heads = 4, kv_heads = n_q == 3 ? 4 : n_q == 2 ? 2 : 1, n = 390, first_row = 7;
         const int count = (first_row + n + TILE - 1) / TILE, page = 50;
         const auto k = random_tiles(key, dim, count * kv_heads);

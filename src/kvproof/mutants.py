@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import kvproof.formats as formats
 from kvproof import routes
 from kvproof.backends import Backend, tiles
+from kvproof.backends.reference import ReferenceBackend
 from kvproof.cache import KVCache, LayerCache
 from kvproof.cases import Case, Floats
 from kvproof.conditioner import KINDS
@@ -872,12 +873,13 @@ def over_tiles(spoil: Callable[[tiles.Tiles], tiles.Tiles]) -> Build:
 
 def _codes_and_scales(held: tiles.Tiles) -> tuple[tiles.Tiles, Bytes, Bytes]:
     """A copy of tiles, and views of its codes `[heads, tiles, bytes]` and scales `[heads, tiles,
-    scales of a row, 64, 2]`."""
+    scales of a row, 64, bytes of a scale]`."""
     copied = replace(held, buffer=held.buffer.copy())
     width = held.format.row_values(held.shape[2])
     end = tiles.TOKENS * width * sum(tiles.PLANES[held.format.name]) // 8
     heads, count, _ = held.buffer.shape
-    scales = copied.buffer[..., end:].reshape(heads, count, -1, tiles.TOKENS, 2)
+    size = 1 if held.format.name in tcq.CODES else 2
+    scales = copied.buffer[..., end:].reshape(heads, count, -1, tiles.TOKENS, size)
     return copied, copied.buffer[..., :end], scales
 
 
@@ -918,6 +920,68 @@ def _quads_reversed(held: tiles.Tiles) -> tiles.Tiles:
     copied, codes, _ = _codes_and_scales(held)
     codes[:] = codes << 4 | codes >> 4
     return copied
+
+
+def _highest_bits_in_order(held: tiles.Tiles) -> tiles.Tiles:
+    """The plane of tcq4's highest bits read as if quad rows lay in it one after the other."""
+    copied, codes, _ = _codes_and_scales(held)
+    planes = codes.reshape(*codes.shape[:2], -1, 8, 64)  # lines: four, then two, then the path
+    bits = planes[..., 4:6, :]
+    bits[:] = bits & 0x99 | (bits & 0x22) << 1 | (bits & 0x44) >> 1
+    return copied
+
+
+# Codebook entries, in time order, of a code's m and u on one side of a cache.
+Read = Callable[[tcq.Trellis, str, Bytes, Bytes], NDArray[np.float64]]
+
+
+def over_paths(read: Read) -> Build:
+    """A backend that holds caches in tiles and reads trellis formats there in a way of its own."""
+
+    def broken(held: tiles.Tiles) -> Format:
+        code, side = tcq.CODES[held.format.name], held.side
+
+        def decode(b: Bytes) -> NDArray[np.float64]:
+            m, u, _ = tcq.steps_of(code, b)
+            return tcq.rows_of(read(code, side, m, u), b)
+
+        return replace(held.format, decode_blocks=decode)
+
+    def build(inner: Backend) -> Broken:
+        def attention(q: Floats, k: Any, v: Any, **given: Any) -> Any:
+            if not isinstance(k, tiles.Tiles):
+                return inner.attention(q, k, v, **given)
+            given |= {"key": broken(k), "value": broken(v)}
+            rows = [tiles.unpack(x.format, x.side, x.buffer, x.first, x.n) for x in (k, v)]
+            return ReferenceBackend().attention(q, *rows, **given)
+
+        return Broken(inner, attention=attention, arranges=tiles.fit)
+
+    return build
+
+
+def _path_as_stored(code: tcq.Trellis, side: str, m: Bytes, u: Bytes) -> NDArray[np.float64]:
+    return code.values(m, u, np.zeros(len(u), np.uint8))
+
+
+def _tap_off_by_one(code: tcq.Trellis, side: str, m: Bytes, u: Bytes) -> NDArray[np.float64]:
+    """Bit 0 of the subset from path bits one step later."""
+    return _path_as_stored(replace(code, taps0=code.taps0 >> 1), side, m, u)
+
+
+def _path_cut_at_blocks(code: tcq.Trellis, side: str, m: Bytes, u: Bytes) -> NDArray[np.float64]:
+    """Every block of keys begins as a row does."""
+    if side == "value":
+        return _path_as_stored(code, side, m, u)
+    starts = range(0, u.shape[-1], 64)
+    blocks = [_path_as_stored(code, side, m[:, s : s + 64], u[:, s : s + 64]) for s in starts]
+    return np.concatenate(blocks, axis=-1)
+
+
+def _path_from_other_lanes(code: tcq.Trellis, side: str, m: Bytes, u: Bytes) -> NDArray[np.float64]:
+    """The steps before a row of values taken from what lies there."""
+    before = 0xFF if side == "value" else 0
+    return code.values(m, u, np.full(len(u), before, np.uint8))
 
 
 def _reads_a_stale_slot(inner: Backend) -> Broken:
@@ -1276,7 +1340,7 @@ def _mutants() -> tuple[Mutant, ...]:
 
     *arranged, two_planes = (
         Case("pack", name, n_kv=70, num_kv_heads=2, head_dim=96)
-        for name in ("tq4", "tbq4_0", "tq3")
+        for name in ("tcq4", "tq4", "tbq4_0", "tq3")
     )
     add("tiles_neighbouring_slots", "bytes", _neighbouring_slots, *arranged,
         passes="round_trip append")  # fmt: skip
@@ -1287,7 +1351,7 @@ def _mutants() -> tuple[Mutant, ...]:
     add("tiles_clear_their_neighbours", "bytes append", _clears_the_tile, *arranged)
     add("tiles_lack_the_last_row", "bytes append round_trip", _leaves_out_the_last, *arranged)
     add("tiles_written_past_the_end", "guard", _packs_past_the_end, *arranged)
-    add("tiles_hold_nan", "refusal", _packs_nan, *arranged, passes="bytes")
+    add("tiles_hold_nan", "refusal", _packs_nan, *arranged[1:], passes="bytes")
     held = [_fused(name, n_q=n_q, n_kv=n) for name in ("tq4", "tbq4_0") for n_q, n in
             ((5, 70), (1, 150))]  # fmt: skip
     add("tiles_first_slot_ignored", "tiles", over_tiles(_first_slot_ignored), *held,
@@ -1300,6 +1364,15 @@ def _mutants() -> tuple[Mutant, ...]:
         passes="parity")  # fmt: skip
     add("tiles_tokens_in_order", "tiles", over_tiles(_tokens_in_order), *held, passes="parity")
     add("tiles_quads_reversed", "tiles", over_tiles(_quads_reversed), *held, passes="parity")
+    paths = [_fused(name, head_dim=128) for name in ("tcq4", "tcq4_64", "tcq3")]
+    add("tiles_highest_bits_in_order", "tiles", over_tiles(_highest_bits_in_order), *paths[:2],
+        passes="parity")  # fmt: skip
+    for label, read in (
+        ("tiles_tap_off_by_one", _tap_off_by_one),
+        ("tiles_path_cut_at_blocks", _path_cut_at_blocks),
+        ("tiles_path_from_other_lanes", _path_from_other_lanes),
+    ):
+        add(label, "tiles", over_paths(read), *paths, passes="parity")
     add("tiles_stale_slot_seen", "tiles", _reads_a_stale_slot,
         *(replace(case, causal=False) for case in held), passes="parity")  # fmt: skip
 

@@ -889,7 +889,7 @@ def _in_tiles(
 def _other_codes(fmt: Format, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Rows of the same scales and none of the codes."""
     shape = (*rows.shape[:-1], -1, fmt.block_bytes or rows.shape[-1])
-    out, at = ~rows.reshape(shape), scale_at(fmt)
+    out, at = ~rows.reshape(shape), scale_at(fmt) or slice(-1, None)
     out[..., at] = rows.reshape(shape)[..., at]
     return out.reshape(rows.shape)
 
@@ -1284,6 +1284,8 @@ def _refuse_packed_nan(
     written: kernels multiply by whatever a slot holds."""
     n, heads, size = rows.shape
     row, at = min(17, n * heads - 1), scale_at(fmt)
+    if at is None:
+        return
     buffer = np.zeros((heads, n // tiles.TOKENS + 1, tiles.TOKENS * size), np.uint8)
     for bad in (b"\x01\x7e", b"\x00\x7c"):
         poisoned = rows.copy()

@@ -14,6 +14,7 @@ from kvproof.cache import LayerCache
 from kvproof.cases import Case
 from kvproof.errors import Refused, RequestError
 from kvproof.evidence import Outcome
+from kvproof.formats import tcq
 from kvproof.geometry import LayerGeometry
 from kvproof.store import TileStore
 
@@ -33,6 +34,8 @@ def random_rows(fmt, n, heads, width, seed=0):
     """Rows of random bytes with finite scales: every code occurs."""
     rng = np.random.default_rng([seed, n, width])
     rows = rng.integers(0, 256, (n, heads, fmt.row_bytes(width)), dtype=np.uint8)
+    if fmt.name in tcq.CODES:  # every byte names a unit
+        return rows
     blocks = rows.reshape(n, heads, -1, fmt.block_bytes or rows.shape[-1])
     scale = rng.standard_normal(blocks.shape[:3]).astype(np.float16)[..., None].view(np.uint8)
     blocks[..., slice(-2, None) if fmt.block_size is None else slice(0, 2)] = scale
@@ -40,7 +43,12 @@ def random_rows(fmt, n, heads, width, seed=0):
 
 
 def codes_of(fmt, rows):
-    """Codes `[n, heads, width]` by asking the format what its rows mean."""
+    """Codes `[n, heads, width]` by asking the format what its rows mean; of a trellis those of its
+    steps."""
+    if fmt.name in tcq.CODES:
+        code = tcq.CODES[fmt.name]
+        m, u, _ = tcq.steps_of(code, rows.reshape(-1, rows.shape[-1]))
+        return (m | u << code.bits - 1).reshape(*rows.shape[:2], -1)
     if fmt.name in ("tq8", "q8_0"):
         size = fmt.block_bytes or rows.shape[-1]
         blocks = rows.reshape(*rows.shape[:2], -1, size)
@@ -55,16 +63,35 @@ def codes_of(fmt, rows):
 
 
 def scales_of(fmt, rows):
+    if fmt.name in tcq.CODES:
+        return rows[..., -1:]
     blocks = rows.reshape(*rows.shape[:2], -1, fmt.block_bytes or rows.shape[-1])
     at = slice(-2, None) if fmt.block_size is None else slice(0, 2)
     return blocks[..., at].copy().view(np.uint16)[..., 0]
 
 
+def dimension_of_step(side, width, step):
+    """By the words of the docstring alone."""
+    if side == "value":
+        return next(16 * g + i for g in range(width // 16) for i in range(16)
+                    if g + i * (width // 16) == step)  # fmt: skip
+    start = step // 64 * 64
+    n = min(64, width - start) // 4
+    return start + next(
+        4 * (8 * h + 4 * line + k) + j
+        for j in range(4) for h in range(n // 8) for line in range(2) for k in range(4)
+        if n * j + 8 * h + 2 * k + line == step - start
+    )  # fmt: skip
+
+
 def read_bit_by_bit(fmt, side, width, tile, t, d):
-    """Code of token t and dimension d of a tile, by the words of the docstring alone."""
+    """Code of token t and dimension (or step) d of a tile, by the words of the docstring alone."""
     planes = tiles.PLANES[fmt.name]
+    trellis = fmt.name in tcq.CODES
+    if trellis:
+        d = dimension_of_step(side, width, d)
     code = low = 0
-    for bits in planes:
+    for index, bits in enumerate(planes):
         rows_a_line = 8 // bits
         lines = {}
         at = 0  # walk the tile in order, counting bytes
@@ -72,24 +99,28 @@ def read_bit_by_bit(fmt, side, width, tile, t, d):
             for block in range(0, width, 64):
                 dims = min(64, width - block)
                 for group in range(4):
-                    for plane in planes:
+                    for i, plane in enumerate(planes):
                         count = dims // 4 * plane // 8
-                        if plane == bits:
+                        if i == index:
                             lines[block // 64, group] = at
                         at += 64 * count
             row, byte = d % 64 // 4, 4 * (t % 16) + d % 4
             start = lines[d // 64, t // 16]
         else:
             for group in range(0, width, 16):
-                for plane in planes:
-                    if plane == bits:
+                for i, plane in enumerate(planes):
+                    if i == index:
                         lines[group // 16] = at
                     at += 64 * 2 * plane
             j = next(j for j, far in enumerate((0, 32, 16, 48)) if far <= t < far + 16)
             row, byte = t % 16, 4 * (d % 16) + j
             start = lines[d // 16]
         held = tile[start + 64 * (row // rows_a_line) + byte]
-        code |= (int(held) >> bits * (row % rows_a_line) & (1 << bits) - 1) << low
+        place = row % rows_a_line
+        if trellis and bits == 1:
+            line, k = place // 4, place % 4
+            place = 2 * k + line if index == len(planes) - 1 else 4 * line + 2 * (k % 2) + k // 2
+        code |= (int(held) >> bits * place & (1 << bits) - 1) << low
         low += bits
     return code
 
@@ -107,8 +138,9 @@ def test_the_statement_puts_every_code_and_scale_where_its_words_say(name, side,
     rng = np.random.default_rng(1)
     for t, d in {*zip(rng.integers(0, 64, 300), rng.integers(0, width, 300), strict=True)}:
         assert read_bit_by_bit(fmt, side, width, buffer[0, 0], t, d) == codes[t, d], (t, d)
-    held = buffer[0, 0, 8 * width * sum(tiles.PLANES[name]) :].view(np.uint16).reshape(-1, 64)
-    np.testing.assert_array_equal(held.T, scales_of(fmt, rows)[:, 0])
+    held = buffer[0, 0, 8 * width * sum(tiles.PLANES[name]) :]
+    scales = scales_of(fmt, rows)[:, 0]
+    np.testing.assert_array_equal(held.view(scales.dtype).reshape(-1, 64).T, scales)
 
 
 @every
@@ -164,7 +196,7 @@ def test_rows_are_read_and_written_through_their_strides(name, side):
     assert (wide[..., :3] == 9).all() and (wide[..., -4:] == 9).all()
 
 
-@every
+@pytest.mark.parametrize("name", [name for name in tiles.PLANES if name not in tcq.CODES])
 @pytest.mark.parametrize("backend", [CPU, REFERENCE], ids=["cpu", "reference"])
 def test_a_scale_that_is_not_finite_is_refused_before_anything_is_written(name, backend):
     fmt, width = formats.get(name), 64
@@ -234,10 +266,11 @@ def test_no_rows_fit_anywhere(backend):
 
 def test_only_pairs_that_have_tiles_on_both_sides_are_arranged():
     for backend in (CpuBackend(tiles=True), ReferenceBackend(tiles=True)):
-        f16, tq4, tq3, tcq3 = (formats.get(n) for n in ("f16", "tq4", "tq3", "tcq3"))
+        f16, tq4, tq3, tcq2 = (formats.get(n) for n in ("f16", "tq4", "tq3", "tcq2"))
         assert backend.arranges(tq4, tq3, 128, 64)
+        assert backend.arranges(formats.get("tcq4"), tq3, 128, 64)
         assert not backend.arranges(tq4, f16, 128, 128)
-        assert not backend.arranges(tcq3, tq4, 128, 128)
+        assert not backend.arranges(tcq2, tq4, 128, 128)
         assert not backend.arranges(tq4, tq4, 80, 64) and not backend.arranges(tq4, tq4, 64, 80)
         assert not backend.arranges(tq4, tq4, 2048, 64)
     assert not CpuBackend(tiles=False).arranges(tq4, tq4, 128, 128)
@@ -247,9 +280,10 @@ def test_only_pairs_that_have_tiles_on_both_sides_are_arranged():
 def test_both_tables_name_the_same_formats_with_as_many_bits():
     for name, planes in tiles.PLANES.items():
         fmt = formats.get(name)
-        scales = 2 * (128 // (fmt.block_size or 128))
+        scales = fmt.unit_bytes * (128 // (fmt.block_size or 128))
         assert fmt.row_bytes(128) == 128 * sum(planes) // 8 + scales
-        assert fmt.codebook is None or len(fmt.codebook) == 1 << sum(planes)
+        entries = 1 << sum(planes) + (name in tcq.CODES)
+        assert fmt.codebook is None or len(fmt.codebook) == entries
     for name in _kernels.FORMATS:
         assert (_kernels.tile_bytes(name, 128) > 0) == (name in tiles.PLANES), name
 
@@ -275,7 +309,11 @@ def test_a_store_moves_whole_tiles_on_cache_lines(backend):
     assert 0 <= store.nbytes - 2 * 320 * fmt.row_bytes(96) < 64
 
 
-@pytest.mark.parametrize("pair", [("tq4", "tq3"), ("tbq4_0", "q8_0"), ("tq5", "tbq3_0")])
+@pytest.mark.parametrize(
+    "pair",
+    [("tq4", "tq3"), ("tbq4_0", "q8_0"), ("tq5", "tbq3_0"), ("tcq4", "tcq3"), ("tq4", "tcq4_64"),
+     ("tcq4_64", "tcq4")],
+)  # fmt: skip
 @pytest.mark.parametrize(("n", "first", "window"), [(1, 0, None), (64, 0, None), (131, 0, None),
                                                     (131, 63, None), (200, 17, 100)])  # fmt: skip
 def test_attention_over_tiles_equals_attention_over_rows(pair, n, first, window):
@@ -362,7 +400,8 @@ def test_tiles_hold_what_rows_hold_whatever_happens(life, sinks):
 
 
 @pytest.mark.parametrize("isa", [name for name, here in isas().items() if here])
-@pytest.mark.parametrize("pair", [("tq4", "tq4"), ("q8_0", "tbq3_0"), ("tq5", "tq2")])
+@pytest.mark.parametrize("pair", [("tq4", "tq4"), ("q8_0", "tbq3_0"), ("tq5", "tq2"),
+                                  ("tcq4", "tcq3")])  # fmt: skip
 def test_a_cache_in_tiles_passes_the_candidate_gate(pair, isa):
     backend = CpuBackend(isa, tiles=True)
     records = gate.gate_evidence(pair, [64, (96, 128)], backend, windows=[32])

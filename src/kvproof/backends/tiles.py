@@ -13,6 +13,18 @@ codes, in planes of 8, 4, 2 or 1 bits that divide a byte; a code of 8 bits is th
 With m = 8 / bits, line l of a plane holds the quad rows m l to m l + m - 1, row m l + k from bit
 `bits * k` on. Then come the scales: 64 fp16 for the rows, or for each 32 values of a row.
 
+The codes of trellis formats are m and above it the path bit u, in time order (formats/tcq.py), and
+their places are chosen so that all bits of the path that a subset is the XOR of can be had together
+by few operations. A plane of one bit holds the quad row 8 h + 4 l + k
+
+- of u at bit 2 k + l of line h,
+- of m's highest bit (tcq4) at bit 4 l + 2 (k mod 2) + k / 2.
+
+With n quad rows in a block, dimension 4 (8 h + 4 l + k) + j of a block of keys is its step
+n j + 8 h + 2 k + l: the bits of a line of u are steps in order. Dimension 16 g + i of values is the
+step g + i * head_dim / 16: the bits of the step before are those of the group before. The scales
+are the 64 bytes that name the units.
+
 A buffer of one side is uint8 `[num_kv_heads, tiles, 64 * row_bytes]`. Slots that no row was written
 to hold zeros, slots of rows that were let go of the old codes: no scale in it is ever NaN or
 infinite. This module is the statement that the kernels of `pack` and `unpack` are held to.
@@ -20,9 +32,10 @@ infinite. This module is the statement that the kernels of `pack` and `unpack` a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +51,7 @@ from kvproof.formats.row import (
     unpack_crumbs,
     unpack_grouped_nibbles,
 )
+from kvproof.formats.tcq import CODES, pack_pairs, unpack_pairs
 from kvproof.formats.turbo import pack_stream3, unpack_stream3
 
 TOKENS = 64
@@ -47,6 +61,7 @@ SIDES = ("key", "value")
 PLANES: dict[str, tuple[int, ...]] = {
     "tq8": (8,), "tq5": (4, 1), "tq4": (4,), "tq3": (2, 1), "tq2": (2,),
     "q8_0": (8,), "q4_0": (4,), "q4_0_rot": (4,), "tbq4_0": (4,), "tbq3_0": (2, 1),
+    "tcq4": (2, 1, 1), "tcq4_64": (2, 1, 1), "tcq3": (2, 1),
 }  # fmt: skip
 
 
@@ -160,7 +175,7 @@ def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
     if bad.any():
         raise bad_row(fmt, side, int(np.argmax(bad)))
     for tile, slots, these in _by_tile(at, len(rows)):
-        for bits, low, byte, shift in _places(side, PLANES[fmt.name], codes.shape[-1]):
+        for bits, low, byte, shift in _places(fmt, side, codes.shape[-1]):
             mask = (1 << bits) - 1
             for up in range(0, 8, bits):  # codes of one shift have bytes of their own
                 chosen = shift[slots] == up
@@ -179,7 +194,7 @@ def unpack(fmt: Format, side: str, buffer: Bytes, first: int, n: int) -> Bytes:
     for tile, slots, these in _by_tile(first, n):
         head_dim = fmt.row_values(rows.shape[2])
         codes: Bytes = np.zeros((rows.shape[1], slots.stop - slots.start, head_dim), np.uint8)
-        for bits, low, byte, shift in _places(side, PLANES[fmt.name], head_dim):
+        for bits, low, byte, shift in _places(fmt, side, head_dim):
             mask = (1 << bits) - 1
             codes |= (buffer[:, tile, byte[slots]] >> shift[slots] & mask) << low
         scales = _scales(fmt, buffer[:, tile], head_dim)[..., slots]
@@ -207,14 +222,36 @@ def _by_tile(at: int, n: int) -> Iterator[tuple[int, slice, slice]]:
         yield tile, slice(start - base, end - base), slice(start - at, end - at)
 
 
+Scales = NDArray[Any]  # float16, or uint8 where a byte names a unit
 Plane = tuple[int, int, NDArray[np.intp], NDArray[np.uint8]]
 
 
-@cache
-def _places(side: str, planes: tuple[int, ...], head_dim: int) -> tuple[Plane, ...]:
+def dimension_of(side: str, head_dim: int) -> NDArray[np.intp]:
+    """Dimension of the tile that holds every step of a trellis row, `[head_dim]`."""
+    step = np.arange(head_dim)
+    if side == "value":
+        return 16 * (step % (head_dim // 16)) + step // (head_dim // 16)
+    block = step // 64 * 64
+    quads = np.minimum(64, head_dim - block) // 4
+    j, rest = (step - block) // quads, (step - block) % quads
+    h, k, line = rest // 8, rest % 8 // 2, rest % 2
+    found: NDArray[np.intp] = block + 4 * (8 * h + 4 * line + k) + j
+    return found
+
+
+def _places(fmt: Format, side: str, head_dim: int) -> tuple[Plane, ...]:
     """Of each plane: bits, lowest bit of the code, and byte and lowest bit in the tile of every
     token's codes, `[64, head_dim]`."""
+    return _places_of(side, PLANES[fmt.name], fmt.name in CODES, head_dim)
+
+
+@cache
+def _places_of(
+    side: str, planes: tuple[int, ...], trellis: bool, head_dim: int
+) -> tuple[Plane, ...]:
     t, d = np.indices((TOKENS, head_dim))
+    if trellis:
+        d = dimension_of(side, head_dim)[d]
     all_bits = sum(planes)
     found: list[Plane] = []
     low = 0
@@ -228,27 +265,52 @@ def _places(side: str, planes: tuple[int, ...], head_dim: int) -> tuple[Plane, .
             start = 64 * 16 * (d // 16) * all_bits // 8 + 64 * 16 * low // 8
             row, item, j = t % 16, d % 16, np.array([0, 2, 1, 3])[t // 16]
         rows_a_line = 8 // bits
+        at = row % rows_a_line
+        if trellis and bits == 1:
+            line, k = at // 4, at % 4
+            path = low + 1 == all_bits
+            at = 2 * k + line if path else 4 * line + 2 * (k % 2) + k // 2
         byte = start + 64 * (row // rows_a_line) + 4 * item + j
-        found.append((bits, low, byte, (bits * (row % rows_a_line)).astype(np.uint8)))
+        found.append((bits, low, byte, (bits * at).astype(np.uint8)))
         low += bits
     return tuple(found)
 
 
-def _scales(fmt: Format, tile: Bytes, head_dim: int) -> NDArray[np.float16]:
+def _scales(fmt: Format, tile: Bytes, head_dim: int) -> Scales:
     """The scales of tiles uint8 `[heads, bytes]`, a view `[heads, scales of a row, 64]`."""
     codes = TOKENS * head_dim * sum(PLANES[fmt.name]) // 8
-    return tile[:, codes:].view(np.float16).reshape(len(tile), -1, TOKENS)
+    return tile[:, codes:].view(_scale_type(fmt)).reshape(len(tile), -1, TOKENS)
 
 
-_UNPACK = {8: lambda b: b, 4: unpack_grouped_nibbles, 2: unpack_crumbs, 1: unpack_bits}
-_PACK = {8: lambda codes: codes, 4: pack_grouped_nibbles, 2: pack_crumbs, 1: pack_bits}
+def _scale_type(fmt: Format) -> type[np.float16] | type[np.uint8]:
+    """Of what is stored for a scale: fp16, or the byte that names a unit."""
+    return np.uint8 if fmt.name in CODES else np.float16
 
 
-def _split(fmt: Format, rows: Bytes) -> tuple[Bytes, NDArray[np.float16]]:
-    """Codes uint8 `[n, heads, head_dim]` and scales float16 `[n, heads, scales of a row]`."""
+def _same(codes: Bytes) -> Bytes:
+    return codes
+
+
+# Bits of a plane, whether in time order -> how a row packs the plane, and the inverse.
+_PACKING: dict[tuple[int, bool], tuple[Callable[[Bytes], Bytes], Callable[[Bytes], Bytes]]] = {
+    (8, False): (_same, _same),
+    (4, False): (pack_grouped_nibbles, unpack_grouped_nibbles),
+    (2, False): (pack_crumbs, unpack_crumbs),
+    (1, False): (pack_bits, unpack_bits),
+    (2, True): (pack_pairs, unpack_pairs),
+    (1, True): (pack_bits, unpack_bits),
+}
+
+
+def _split(fmt: Format, rows: Bytes) -> tuple[Bytes, Scales]:
+    """Codes uint8 `[n, heads, head_dim]`, those of a trellis in time order, and what is stored for
+    scales `[n, heads, scales of a row]`."""
     blocks = np.ascontiguousarray(rows).reshape(-1, fmt.block_bytes or rows.shape[-1])
+    size = np.dtype(_scale_type(fmt)).itemsize
     at_end = fmt.block_size is None
-    scales, packed = (blocks[:, -2:], blocks[:, :-2]) if at_end else (blocks[:, :2], blocks[:, 2:])
+    scales, packed = (
+        (blocks[:, -size:], blocks[:, :-size]) if at_end else (blocks[:, :size], blocks[:, size:])
+    )
     if fmt.name == "tbq3_0":
         codes = unpack_stream3(packed)
     else:
@@ -256,13 +318,14 @@ def _split(fmt: Format, rows: Bytes) -> tuple[Bytes, NDArray[np.float16]]:
         n, at, low = packed.shape[1] * 8 // sum(planes), 0, 0
         codes = np.zeros((len(packed), n), np.uint8)
         for bits in planes:
-            codes |= _UNPACK[bits](packed[:, at : at + n * bits // 8]) << low
+            unpack_plane = _PACKING[bits, fmt.name in CODES][1]
+            codes |= unpack_plane(packed[:, at : at + n * bits // 8]) << low
             at, low = at + n * bits // 8, low + bits
     lead = rows.shape[:-1]
-    return codes.reshape(*lead, -1), scales.copy().view(np.float16).reshape(*lead, -1)
+    return codes.reshape(*lead, -1), scales.copy().view(_scale_type(fmt)).reshape(*lead, -1)
 
 
-def _joined(fmt: Format, codes: Bytes, scales: NDArray[np.float16]) -> Bytes:
+def _joined(fmt: Format, codes: Bytes, scales: Scales) -> Bytes:
     """Rows of codes and scales: inverse of `_split`."""
     flat = codes.reshape(-1, fmt.block_size or codes.shape[-1])
     if fmt.name == "tbq3_0":
@@ -270,8 +333,9 @@ def _joined(fmt: Format, codes: Bytes, scales: NDArray[np.float16]) -> Bytes:
     else:
         parts, low = [], 0
         for bits in PLANES[fmt.name]:
-            parts.append(_PACK[bits](flat >> low & (1 << bits) - 1))
+            pack_plane = _PACKING[bits, fmt.name in CODES][0]
+            parts.append(pack_plane((flat >> low & (1 << bits) - 1).astype(np.uint8)))
             low += bits
-    half = np.ascontiguousarray(scales).reshape(-1, 1).view(np.uint8)
-    parts = [*parts, half] if fmt.block_size is None else [half, *parts]
+    stored = np.ascontiguousarray(scales).reshape(-1, 1).view(np.uint8)
+    parts = [*parts, stored] if fmt.block_size is None else [stored, *parts]
     return np.concatenate(parts, axis=-1).reshape(*codes.shape[:-1], -1)

@@ -205,7 +205,7 @@ def quantise(code: Trellis, y: Floats) -> tuple[Codes, Codes, Codes, Codes, NDAr
 
 def _encode(code: Trellis, y: Floats) -> tuple[Bytes, Counters]:
     m, u, before, unit, nearest = quantise(code, y)
-    planes = [pack_bits(m)] if code.bits == 2 else [_pack_pairs(m & 3)]
+    planes = [pack_bits(m)] if code.bits == 2 else [pack_pairs(m & 3)]
     if code.bits == 4:
         planes.append(pack_bits(m >> 2))
     saturated, flushed = nearest == len(UNIT_CUTS), (nearest == 0) & y.any(axis=-1)
@@ -214,21 +214,32 @@ def _encode(code: Trellis, y: Floats) -> tuple[Bytes, Counters]:
     return out, Counters(int(saturated.sum()), int(flushed.sum()))
 
 
-def _decode(code: Trellis, b: Bytes) -> NDArray[np.float64]:
+def steps_of(code: Trellis, b: Bytes) -> tuple[Codes, Codes, Codes]:
+    """Codes m and path u `[rows, n]` in time order, and the bits before the path `[rows]`, of
+    encoded rows."""
     end = b.shape[-1] - 1 - code.free_start
     n = end * 8 // code.bits
     u = unpack_bits(b[:, end - n // 8 : end])
     before = b[:, -2] if code.free_start else np.zeros(len(b), np.uint8)
-    m = unpack_bits(b[:, : n // 8]) if code.bits == 2 else _unpack_pairs(b[:, : n // 4])
+    m = unpack_bits(b[:, : n // 8]) if code.bits == 2 else unpack_pairs(b[:, : n // 4])
     if code.bits == 4:
         m = (m | unpack_bits(b[:, n // 4 : n // 4 + n // 8]) << 2).astype(np.uint8)
+    return m, u, before
+
+
+def rows_of(entries: NDArray[np.float64], b: Bytes) -> NDArray[np.float64]:
+    """Rotated rows `[rows, n]` of codebook entries in time order, in the units of encoded rows."""
     unit = UNITS[b[:, -1:]].astype(np.float64)
-    out = np.empty((len(b), n))
-    out[:, time_order(n)] = np.where(unit == 0, 0.0, code.values(m, u, before) * unit)
+    out = np.empty(entries.shape)
+    out[:, time_order(entries.shape[-1])] = np.where(unit == 0, 0.0, entries * unit)
     return out
 
 
-def _pack_pairs(codes: NDArray[np.integer[Any]]) -> Bytes:
+def _decode(code: Trellis, b: Bytes) -> NDArray[np.float64]:
+    return rows_of(code.values(*steps_of(code, b)), b)
+
+
+def pack_pairs(codes: NDArray[np.integer[Any]]) -> Bytes:
     """2-bit codes `[m, n]` to bytes `[m, n / 4]`, the least significant bits first."""
     four = codes.reshape(len(codes), -1, 4)
     packed: Bytes = (
@@ -237,8 +248,8 @@ def _pack_pairs(codes: NDArray[np.integer[Any]]) -> Bytes:
     return packed
 
 
-def _unpack_pairs(packed: Bytes) -> NDArray[np.uint8]:
-    """Inverse of _pack_pairs."""
+def unpack_pairs(packed: Bytes) -> NDArray[np.uint8]:
+    """Inverse of pack_pairs."""
     four = np.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
     return four.reshape(len(packed), -1)
 
