@@ -71,6 +71,7 @@ TileTable make_wide_table(int fmt, const Book& book) {
   t.scale = factor * DECODED;
   return t;
 }
+
 // The value of a row that each dimension of a tile holds; empty where it is the one at its place.
 std::vector<std::uint16_t> order_of(const TileSide& side, bool values) {
   std::vector<std::uint16_t> order;

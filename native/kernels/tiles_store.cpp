@@ -91,8 +91,8 @@ void codes_to_bits(const std::uint8_t* code, int n, int at, std::uint8_t* to) {
     to[i / 8] = gather_bits(load<std::uint64_t>(code + i) >> at & EACH64);
 }
 
-// Rows of trellis formats: m's low bits, four steps a byte; its highest bit, if it has three, and
-// the path, eight a byte. A code has them in that order.
+// Values of trellis formats. Rows have m's low bits, four steps a byte; its highest bit, if it has
+// three, and the path, eight a byte. A code has them in that order.
 std::uint64_t spread_pairs(std::uint64_t x) {
   x = (x | x << 24) & 0x000000ff000000ff;
   x = (x | x << 12) & 0x000f000f000f000f;
@@ -103,7 +103,7 @@ std::uint16_t gather_pairs(std::uint64_t x) {
   x = (x | x >> 12) & 0x000000ff000000ff;
   return std::uint16_t(x | x >> 24);
 }
-void trellis_to_codes(int bits, const std::uint8_t* row, int dim, bool values, std::uint8_t* code) {
+void trellis_to_codes(int bits, const std::uint8_t* row, int dim, std::uint8_t* code) {
   const std::uint8_t *const second = row + dim / 4, *const third = second + dim / 8;
   alignas(8) std::uint8_t step[WIDEST_TILE];
   for (int t = 0; t < dim; t += 8) {
@@ -112,12 +112,12 @@ void trellis_to_codes(int bits, const std::uint8_t* row, int dim, bool values, s
     if (bits == 4) x |= spread_bits(third[t / 8]) << 3;
     store(step + t, x);
   }
-  each_step(dim, values, [&](int t, int d) { code[d] = step[t]; });
+  each_step(dim, true, [&](int t, int d) { code[d] = step[t]; });
 }
-void codes_to_trellis(int bits, const std::uint8_t* code, int dim, bool values, std::uint8_t* row) {
+void codes_to_trellis(int bits, const std::uint8_t* code, int dim, std::uint8_t* row) {
   std::uint8_t *const second = row + dim / 4, *const third = second + dim / 8;
   alignas(8) std::uint8_t step[WIDEST_TILE];
-  each_step(dim, values, [&](int t, int d) { step[t] = code[d]; });
+  each_step(dim, true, [&](int t, int d) { step[t] = code[d]; });
   for (int t = 0; t < dim; t += 8) {
     const auto x = load<std::uint64_t>(step + t);
     store(row + t / 4, gather_pairs(x & 3 * EACH64));
@@ -126,12 +126,12 @@ void codes_to_trellis(int bits, const std::uint8_t* code, int dim, bool values, 
   }
 }
 
-void codes_of(int fmt, const std::uint8_t* row, int dim, bool values, std::uint8_t* code) {
+void codes_of(int fmt, const std::uint8_t* row, int dim, std::uint8_t* code) {
   switch (fmt) {
     case TCQ4:
     case TCQ4_64:
     case TCQ3:
-      trellis_to_codes(code_bits(fmt), row, dim, values, code);
+      trellis_to_codes(code_bits(fmt), row, dim, code);
       return;
     case TQ8:
       std::memcpy(code, row, std::size_t(dim));
@@ -168,12 +168,12 @@ void codes_of(int fmt, const std::uint8_t* row, int dim, bool values, std::uint8
   }
 }
 
-void row_of(int fmt, const std::uint8_t* code, int dim, bool values, std::uint8_t* row) {
+void row_of(int fmt, const std::uint8_t* code, int dim, std::uint8_t* row) {
   switch (fmt) {
     case TCQ4:
     case TCQ4_64:
     case TCQ3:
-      codes_to_trellis(code_bits(fmt), code, dim, values, row);
+      codes_to_trellis(code_bits(fmt), code, dim, row);
       return;
     case TQ8:
       std::memcpy(row, code, std::size_t(dim));
@@ -231,27 +231,83 @@ const int* places_of(int fmt, int plane) {
 
 // B bits of each code from bit `low` on. Keys: a line holds 8 / B words of four dimensions of a
 // token, so that its 4 bytes there are its own.
-template <int B, const int* AT = IN_ORDER>
+template <int B>
 void put_key(const std::uint8_t* code, int low, int n, std::uint8_t* at) {
   constexpr int M = 8 / B;
   constexpr std::uint32_t MASK = EACH32 * ((1 << B) - 1);
   for (int l = 0; l < n / 4 / M; ++l, at += LINE) {
     std::uint32_t word = 0;
     for (int k = 0; k < M; ++k)
-      word |= (load<std::uint32_t>(code + 4 * (l * M + k)) >> low & MASK) << B * AT[k];
+      word |= (load<std::uint32_t>(code + 4 * (l * M + k)) >> low & MASK) << B * k;
     store(at, word);
   }
 }
-template <int B, const int* AT = IN_ORDER>
+template <int B>
 void take_key(const std::uint8_t* at, int low, int n, std::uint8_t* code) {
   constexpr int M = 8 / B;
   constexpr std::uint32_t MASK = EACH32 * ((1 << B) - 1);
   for (int l = 0; l < n / 4 / M; ++l, at += LINE)
     for (int k = 0; k < M; ++k) {
       std::uint8_t* const to = code + 4 * (l * M + k);
-      store(to, load<std::uint32_t>(to) | (load<std::uint32_t>(at) >> B * AT[k] & MASK) << low);
+      store(to, load<std::uint32_t>(to) | (load<std::uint32_t>(at) >> B * k & MASK) << low);
     }
 }
+
+// Keys of trellis formats, a plane from where it is in the row: eight steps that follow each other
+// lie in one byte of a line, those of a plane of two bits in two, even and odd ones.
+std::uint32_t part_pairs(std::uint32_t x) {
+  x = (x & 0x3333) | (x & 0xcccc) << 14;
+  x = (x | x >> 2) & 0x0f0f0f0f;
+  return (x | x >> 4) & 0x00ff00ff;
+}
+std::uint32_t join_pairs(std::uint32_t x) {
+  x = (x | x << 4) & 0x0f0f0f0f;
+  x = (x | x << 2) & 0x33333333;
+  return (x & 0x3333) | (x >> 14 & 0xcccc);
+}
+// From the order OF_PATH to OF_HIGHEST, and back.
+std::uint32_t exchange_bits(std::uint32_t x) {
+  const std::uint32_t both = (x ^ x >> 3) & 0x0a * EACH32;
+  return x ^ both ^ both << 3;
+}
+void put_trellis_key(const std::uint8_t* from, int n, int bits, const int* places,
+                     std::uint8_t* at) {
+  const int halves = n / 32;
+  for (int h = 0; h < halves; ++h) {
+    std::uint32_t word[2] = {};
+    for (int j = 0; j < 4; ++j) {
+      const std::uint8_t* const eight = from + bits * (halves * j + h);
+      if (bits == 2) {
+        const std::uint32_t x = part_pairs(load<std::uint16_t>(eight));
+        word[0] |= (x & 0xff) << 8 * j;
+        word[1] |= x >> 16 << 8 * j;
+      } else {
+        word[0] |= std::uint32_t(*eight) << 8 * j;
+      }
+    }
+    if (places == OF_HIGHEST) word[0] = exchange_bits(word[0]);
+    for (int l = 0; l < bits; ++l) store(at + (bits * h + l) * LINE, word[l]);
+  }
+}
+void take_trellis_key(const std::uint8_t* at, int n, int bits, const int* places,
+                      std::uint8_t* to) {
+  const int halves = n / 32;
+  for (int h = 0; h < halves; ++h) {
+    std::uint32_t word[2] = {};
+    for (int l = 0; l < bits; ++l) word[l] = load<std::uint32_t>(at + (bits * h + l) * LINE);
+    if (places == OF_HIGHEST) word[0] = exchange_bits(word[0]);
+    for (int j = 0; j < 4; ++j) {
+      std::uint8_t* const eight = to + bits * (halves * j + h);
+      const std::uint32_t low = word[0] >> 8 * j & 0xff;
+      if (bits == 2)
+        store(eight, std::uint16_t(join_pairs(low | (word[1] >> 8 * j & 0xff) << 16)));
+      else
+        *eight = std::uint8_t(low);
+    }
+  }
+}
+// Where in a row the bytes of a plane begin, for the steps from d on.
+std::ptrdiff_t plane_at(int dim, int d, int bits, int low) { return (dim * low + d * bits) / 8; }
 
 // Values: a line holds the codes of 4 * 8 / B tokens in 16 dimensions, four bytes each; those of
 // one token are B bits of each of the 16 words, `shift` bits up.
@@ -301,24 +357,27 @@ void value_planes(int fmt, int dim, int t, const F& line) {
 
 void put_row(const TileBuffer& tiles, const std::uint8_t* row, int t, std::uint8_t* tile) {
   const int fmt = tiles.fmt, dim = tiles.dim;
-  alignas(64) std::uint8_t code[WIDEST_TILE];
-  codes_of(fmt, row, dim, tiles.values, code);
-  if (tiles.values) {
-    value_planes(fmt, dim, t, [&](int d, int b, int low, int shift, std::ptrdiff_t at) {
-      put_value(code + d, low, b, shift, tile + at);
-    });
-  } else {
+  if (has_trellis(fmt) && !tiles.values) {
     key_planes(fmt, dim, t, [&](int d, int n, int plane, int low, std::ptrdiff_t at) {
       const int b = planes_of(fmt).bits[plane];
-      const int* const places = places_of(fmt, plane);
-      const auto put = b == 8                 ? put_key<8>
-                       : b == 4               ? put_key<4>
-                       : b == 2               ? put_key<2>
-                       : places == OF_PATH    ? put_key<1, OF_PATH>
-                       : places == OF_HIGHEST ? put_key<1, OF_HIGHEST>
-                                              : put_key<1>;
-      put(code + d, low, n, tile + at);
+      put_trellis_key(row + plane_at(dim, d, b, low), n, b, places_of(fmt, plane), tile + at);
     });
+  } else {
+    alignas(64) std::uint8_t code[WIDEST_TILE];
+    codes_of(fmt, row, dim, code);
+    if (tiles.values)
+      value_planes(fmt, dim, t, [&](int d, int b, int low, int shift, std::ptrdiff_t at) {
+        put_value(code + d, low, b, shift, tile + at);
+      });
+    else
+      key_planes(fmt, dim, t, [&](int d, int n, int plane, int low, std::ptrdiff_t at) {
+        const int b = planes_of(fmt).bits[plane];
+        const auto put = b == 8   ? put_key<8>
+                         : b == 4 ? put_key<4>
+                         : b == 2 ? put_key<2>
+                                  : put_key<1>;
+        put(code + d, low, n, tile + at);
+      });
   }
   const int size = unit_bytes(fmt);
   std::uint8_t* scale = tile + tile_scales(fmt, dim) + size * t;
@@ -328,26 +387,29 @@ void put_row(const TileBuffer& tiles, const std::uint8_t* row, int t, std::uint8
 
 void take_row(const TileBuffer& tiles, const std::uint8_t* tile, int t, std::uint8_t* row) {
   const int fmt = tiles.fmt, dim = tiles.dim;
-  alignas(64) std::uint8_t code[WIDEST_TILE];
-  std::memset(code, 0, std::size_t(dim));
-  if (tiles.values) {
-    value_planes(fmt, dim, t, [&](int d, int b, int low, int shift, std::ptrdiff_t at) {
-      take_value(tile + at, low, b, shift, code + d);
-    });
-  } else {
+  if (has_trellis(fmt) && !tiles.values) {
     key_planes(fmt, dim, t, [&](int d, int n, int plane, int low, std::ptrdiff_t at) {
       const int b = planes_of(fmt).bits[plane];
-      const int* const places = places_of(fmt, plane);
-      const auto take = b == 8                 ? take_key<8>
-                        : b == 4               ? take_key<4>
-                        : b == 2               ? take_key<2>
-                        : places == OF_PATH    ? take_key<1, OF_PATH>
-                        : places == OF_HIGHEST ? take_key<1, OF_HIGHEST>
-                                               : take_key<1>;
-      take(tile + at, low, n, code + d);
+      take_trellis_key(tile + at, n, b, places_of(fmt, plane), row + plane_at(dim, d, b, low));
     });
+  } else {
+    alignas(64) std::uint8_t code[WIDEST_TILE];
+    std::memset(code, 0, std::size_t(dim));
+    if (tiles.values)
+      value_planes(fmt, dim, t, [&](int d, int b, int low, int shift, std::ptrdiff_t at) {
+        take_value(tile + at, low, b, shift, code + d);
+      });
+    else
+      key_planes(fmt, dim, t, [&](int d, int n, int plane, int low, std::ptrdiff_t at) {
+        const int b = planes_of(fmt).bits[plane];
+        const auto take = b == 8   ? take_key<8>
+                          : b == 4 ? take_key<4>
+                          : b == 2 ? take_key<2>
+                                   : take_key<1>;
+        take(tile + at, low, n, code + d);
+      });
+    row_of(fmt, code, dim, row);
   }
-  row_of(fmt, code, dim, tiles.values, row);
   const int size = unit_bytes(fmt);
   const std::uint8_t* scale = tile + tile_scales(fmt, dim) + size * t;
   for (int g = 0; g < scales_of(fmt, dim); ++g, scale += size * TILE)

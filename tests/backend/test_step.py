@@ -106,15 +106,14 @@ def test_a_text_may_begin_with_single_tokens(first):
     assert_alike(fast, slow, got, want, exact=False)
 
 
+@pytest.mark.parametrize("pair", [("tq4", "q8_0"), ("tcq4", "tcq3")])
 @pytest.mark.parametrize(
     "kind, sinks, window", [(None, 0, None), ("rope", 4, 40), ("static", 4, 70)]
 )
-def test_tiles(monkeypatch, kind, sinks, window):
+def test_tiles(monkeypatch, pair, kind, sinks, window):
     monkeypatch.setattr(cpu, "TILE_ISAS", frozenset(cpu._kernels.tiled_isas()))
     for isa in set(cpu._kernels.tiled_isas()) & set(isas()):
-        fast, slow = pair_of_layers(
-            isa, "tq4", "q8_0", tiles=True, window=window, kind=kind, sinks=sinks
-        )
+        fast, slow = pair_of_layers(isa, *pair, tiles=True, window=window, kind=kind, sinks=sinks)
         got, want = run(fast, 150), run(slow, 150)
         assert_alike(fast, slow, got, want, exact=sinks == 0)
 

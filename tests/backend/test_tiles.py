@@ -288,6 +288,14 @@ def test_both_tables_name_the_same_formats_with_as_many_bits():
         assert (_kernels.tile_bytes(name, 128) > 0) == (name in tiles.PLANES), name
 
 
+def test_taps_that_the_kernels_over_tiles_do_not_have_are_refused():
+    for name in ("tcq4", "tcq4_64", "tcq3"):
+        code = tcq.CODES[name]
+        for taps in ((code.taps0 ^ 1, code.taps1), (code.taps0, code.taps1 ^ 1)):
+            with pytest.raises(ValueError, match="bad trellis"):
+                _kernels.set_trellis(name, code.states, *taps, list(code.offsets))
+
+
 @pytest.mark.parametrize("backend", [CPU, REFERENCE], ids=["cpu", "reference"])
 def test_a_store_moves_whole_tiles_on_cache_lines(backend):
     fmt = formats.get("tq3")

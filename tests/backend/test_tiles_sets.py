@@ -20,6 +20,13 @@ BROKEN = {
         "avx2vnni", "tiles_leaf.h",
         "store(low + 4 * lane, (a & 0x00ff00ff) | Ints(Shorts(b) << 8));", "",
     ),
+    "path cut at blocks of keys": (
+        "avx2vnni", "tiles_leaf.h", "line = kb == 0 ?", "line = kb >= 0 ?",
+    ),
+    "path of values from other lanes": (
+        "avx2vnni", "tiles_leaf.h", "load<Bytes>(now + to[j]) & load<Bytes>(mask[j])",
+        "load<Bytes>(now + to[j])",
+    ),
     "rows of a wrong unit": (
         "amx", "tiles_amx.cpp", "float(most) / unit", "float(most) / (2 * unit)",
     ),
