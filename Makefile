@@ -29,6 +29,7 @@ setup: $(VENV)/.kvproof
 
 $(VENV)/.kvproof: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing torch and the other packages, then building the native kernels: several minutes, in silence."
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e ".[transformers,llamacpp,dev]"
 	touch $@

@@ -221,6 +221,12 @@ def measure(
     return table
 
 
+LEGEND = """
+Columns: median of a call in a loop, and the least; speed against the baseline (the fastest torch
+variant) and against our own f16, each with its 95 % interval: above 1 is faster; the rate at which
+the cache was read, and its share of read_gb_per_s; time and speed of a first call after a rest."""
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     print(f"\n(heads, kv heads, head_dim, tokens) = {tuple(rows[0]['shape'])}; "
           f"baseline: {rows[0]['baseline']}")  # fmt: skip
@@ -331,6 +337,8 @@ def main() -> None:
     names = args.formats.split(",") if args.formats else default_names()
     names = ["f16", *(name for name in names if name != "f16")]
     rows: list[dict[str, Any]] = []
+    if not args.scaling:
+        print(LEGEND)
 
     def keep(table: list[dict[str, Any]]) -> None:  # shape by shape: a run may be stopped
         rows.extend(table)

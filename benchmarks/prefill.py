@@ -136,6 +136,11 @@ def measure(
     return table
 
 
+LEGEND = """
+Columns: median of a call, and the least; speed against the baseline (the fastest torch variant) and
+against our own f16, each with its 95 % interval: above 1 is faster; products a second."""
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     *shape, tokens = rows[0]["shape"]
     print(f"\n(heads, kv heads, head_dim) = {tuple(shape)}, {rows[0]['n_q']} queries, the last of "
@@ -189,6 +194,7 @@ def main() -> None:
     names = args.formats.split(",") if args.formats else list(FORMATS)
     names = ["f16", *(name for name in names if name != "f16")]
     rows: list[dict[str, Any]] = []
+    print(LEGEND)
     for text in args.shapes.split(";"):
         heads, kv_heads, dim = (int(part) for part in text.split(","))
         for depth in (int(part) for part in args.depths.split(",")):

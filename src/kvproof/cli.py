@@ -646,6 +646,7 @@ def doctor(json_: Json = False) -> None:
             f"threads {env['threads']}, kernels {row['digest'][:12]}"
         )
     in_use = [r["environment"]["isa"] for r in rows if r["backend"] == "cpu" and r["available"]]
+    _say("instruction sets, slowest first (KVPROOF_CPU_ISA=NAME takes another than the best):")
     for name, ok in isas().items():
         state = "in use" if name in in_use else "available" if ok else f"needs {missing_for(name)}"
         _say(f"instruction set {name}: {state}")
