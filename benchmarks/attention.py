@@ -222,9 +222,9 @@ def measure(
 
 
 LEGEND = """
-Columns: median of a call in a loop, and the least; speed against the baseline (the fastest torch
-variant) and against our own f16, each with its 95 % interval: above 1 is faster; the rate at which
-the cache was read, and its share of read_gb_per_s; time and speed of a first call after a rest."""
+Columns: median of a call in a loop, and the least; speed against the baseline that the table names
+and against our own f16, each with its 95 % interval: above 1 is faster; the rate at which the cache
+was read, and its share of read_gb_per_s; time and speed of a first call after a rest."""
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument("--shapes", help="heads,kv_heads,head_dim,tokens;...")
     parser.add_argument("--formats", help="formats, or pairs KEYS/VALUES; default: see above")
     parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="3 or more")
     parser.add_argument(
         "--no-torch", action="store_true", help="our f16 is the baseline (torch dwells when busy)"
     )
@@ -324,6 +324,8 @@ def main() -> None:
     parser.add_argument("--json", help="write all rows here")
     parser.add_argument("--evidence", help="add all rows to this evidence file (JSON Lines)")
     args = parser.parse_args()
+    if args.rounds < 3:
+        parser.error("--rounds: an interval needs at least 3")
 
     os.environ["KVPROOF_THREADS"] = str(args.threads)
     be = CpuBackend()

@@ -137,8 +137,8 @@ def measure(
 
 
 LEGEND = """
-Columns: median of a call, and the least; speed against the baseline (the fastest torch variant) and
-against our own f16, each with its 95 % interval: above 1 is faster; products a second."""
+Columns: median of a call, and the least; speed against the baseline that the table names
+and against our own f16, each with its 95 % interval: above 1 is faster; products a second."""
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -177,10 +177,12 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=512)
     parser.add_argument("--formats", help="formats, or pairs KEYS/VALUES")
     parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="3 or more")
     parser.add_argument("--json", help="write all rows here")
     parser.add_argument("--evidence", help="add all rows to this evidence file (JSON Lines)")
     args = parser.parse_args()
+    if args.rounds < 3:
+        parser.error("--rounds: an interval needs at least 3")
 
     os.environ["KVPROOF_THREADS"] = str(args.threads)
     torch.set_num_threads(args.threads)

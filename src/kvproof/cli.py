@@ -1094,7 +1094,10 @@ def bench(
     out: OutDir = None,
     json_: Json = False,
 ) -> None:
-    """Prompt and decode speed at depths, in rounds that alternate with the f16 cache."""
+    """Prompt and decode speed at depths, in rounds that alternate with the f16 cache.
+
+    Every candidate of the policy takes a while on a model; --cache-type-k and -v name one.
+    """
     at = None
     if depths is not None:
         parts = depths.split(",")
