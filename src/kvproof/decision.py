@@ -678,7 +678,7 @@ def _headline(
         "rejected": "{n} missed a bound of the policy",
         "inconclusive": "{n} need more data",
         "refused": "{n} cannot run on this model",
-        "not run": "{n} not measured in full",
+        "not run": "{n} were not measured in full",
     }
     counted = {s: sum(v.status == s for v in tried) for s in phrases}
     text = ", ".join(p.format(n=counted[s]) for s, p in phrases.items() if counted[s])
