@@ -291,8 +291,9 @@ class LayerCache:
             raise RequestError(
                 f"layer {self.index}: queries must be [tokens, {heads}, {dim}], got {shape}"
             )
-        number = isinstance(scale, (int, float, np.integer, np.floating))
-        if scale is not None and not (number and abs(scale) <= _F32_MAX):
+        plain = scale.item() if isinstance(scale, np.generic) else scale  # in no narrower type
+        number = isinstance(plain, (int, float, np.longdouble))
+        if scale is not None and not (number and abs(plain) <= _F32_MAX):  # type: ignore[arg-type]
             raise RequestError(f"layer {self.index}: scale {scale!r} is not finite")
         n_q = q.shape[0]
         position = self.length - n_q

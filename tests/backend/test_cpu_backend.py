@@ -104,8 +104,13 @@ def test_requests_that_are_wrong(be):
         run(k=k.astype(np.int32))
     with pytest.raises(RequestError, match="q has a NaN"):
         run(q=q * np.float32(np.nan))
-    with pytest.raises(RequestError, match="threads 0"):
-        run(threads=0)
+    for threads in (0, True, 1.5, np.int64(1025)):
+        with pytest.raises(RequestError, match=r"threads .* is not a whole number from 1 to 1024"):
+            run(threads=threads)
+    np.testing.assert_array_equal(run(threads=np.int64(2)), run(threads=2))
+    with pytest.raises(RequestError, match="not a finite number"):
+        run(scale=np.float16("inf"))
+    np.testing.assert_array_equal(run(scale=np.float16(0.5)), run(scale=0.5))
     with pytest.raises(RequestError, match="takes no scale"):
         run(k_scale=np.float32([2, 2]))
     with pytest.raises(RequestError, match="did you mean tq"):
@@ -135,6 +140,39 @@ def test_torch_tensors_pass_without_copies(be):
     assert np.shares_memory(cpu._array(tensor, "k"), k)
     half = be.attention(torch.from_numpy(q).bfloat16(), tensor, tensor, key=f, value=f)
     assert half.dtype == torch.float32 and torch.isfinite(half).all()
+
+
+def test_torch_tensors_that_numpy_does_not_know(be):
+    torch = pytest.importorskip("torch")
+    f = formats.get("tq4")
+    k, q = f.encode(rows(5, 2, 64)), rows(3, 4, 64)
+    negated = torch._neg_view(torch.from_numpy(q))
+    got = be.attention(negated, k, k, key=f, value=f)
+    np.testing.assert_array_equal(got.numpy(), be.attention(-q, k, k, key=f, value=f))
+    quantized = torch.ops.aten.quantize_per_tensor(torch.from_numpy(q), 0.1, 0, torch.qint8)
+    with pytest.raises(RequestError, match=r"attention: q: torch.qint8 does not become an array"):
+        be.attention(quantized, k, k, key=f, value=f)
+
+
+def test_out_is_an_array_in_memory_that_is_not_read(be):
+    f = formats.get("tq4")
+    x = rows(40, 2, 64)
+    k, q = f.encode(x), rows(3, 4, 64)
+    with pytest.raises(RequestError, match="attention: out is a list, needs a NumPy array"):
+        be.attention(q, k, k, key=f, value=f, out=[])
+    shared = np.zeros((4, 4, 64), np.float32)
+    kept = x.copy()
+    buffer = np.zeros((2, 1, 64 * 34), np.uint8)
+    for call in (
+        lambda: be.attention(shared[:3], k, k, key=f, value=f, out=shared[1:]),
+        lambda: be.encode(f, x, out=x.reshape(-1)[: k.size // 4].view(np.uint8).reshape(k.shape)),
+        lambda: be.decode(f, x.view(np.uint8)[..., :34], out=x),
+        lambda: be.scores(f, q, k, out=q.reshape(-1)[: 3 * 4 * 40].reshape(3, 4, 40)),
+        lambda: be.unpack(f, "key", buffer, 0, 3, out=buffer.reshape(-1)[:204].reshape(3, 2, 34)),
+    ):
+        with pytest.raises(RequestError, match="out overlaps what is read"):
+            call()
+    np.testing.assert_array_equal(x, kept)
 
 
 def in_process(code, **env):

@@ -204,7 +204,8 @@ class CpuBackend:
     ) -> NDArray[np.uint8]:
         """Float32 `[..., n]` to uint8 `[..., row_bytes(n)]`, byte-equal to the format's encode.
 
-        As everywhere here, `out` takes the result: a contiguous NumPy array of its shape and dtype.
+        As everywhere here, `out` takes the result: a contiguous NumPy array of its shape and dtype,
+        in memory that is not read.
         """
         return self._encode(fmt, x, scale, out)[0]
 
@@ -232,7 +233,7 @@ class CpuBackend:
         rows = np.ascontiguousarray(values).reshape(-1, n)
         row_scale = _row_scales(f, scale, values.shape[:-1])
         width = f.row_bytes(n)
-        result = _output(out, (*values.shape[:-1], width), np.uint8, f"{f.name}: encode")
+        result = _output(out, (*values.shape[:-1], width), np.uint8, f"{f.name}: encode", values)
         threads = 1 if len(rows) <= _SERIAL_ROWS else default_threads()
         bad, saturated, flushed = _kernels.encode(
             self.isa, threads, _handle(f), rows, row_scale, result.reshape(-1, width)
@@ -258,7 +259,7 @@ class CpuBackend:
         self._check("decode", f, n)
         rows = np.ascontiguousarray(raw).reshape(-1, raw.shape[-1])
         row_scale = _row_scales(f, scale, raw.shape[:-1])
-        result = _output(out, (*raw.shape[:-1], n), np.float32, f"{f.name}: decode")
+        result = _output(out, (*raw.shape[:-1], n), np.float32, f"{f.name}: decode", raw)
         bad = _kernels.decode(
             self.isa, default_threads(), _handle(f), rows, n, row_scale, result.reshape(-1, n)
         )
@@ -282,14 +283,15 @@ class CpuBackend:
         queries, keys = _floats(q, "scores: q"), _bytes(blocks, "scores: blocks")
         if queries.ndim == 2 and keys.ndim == 2:
             shape = (len(queries), len(keys))
-            flat = _output(out, shape, np.float32, "scores")
+            flat = _output(out, shape, np.float32, "scores", queries, keys)
             self.scores(f, queries[:, None], keys[:, None], scale, threads, out=flat[:, None])
             return _like(q, flat)
         check_shapes(queries, keys, f.row_values(keys.shape[-1]))
         self._check("scores", f, queries.shape[2])
         if not np.isfinite(queries).all():
             raise RequestError("scores: q has a NaN or infinity")
-        result = _output(out, (*queries.shape[:2], keys.shape[0]), np.float32, "scores")
+        shape = (*queries.shape[:2], keys.shape[0])
+        result = _output(out, shape, np.float32, "scores", queries, keys)
         if result.size:
             bad = _kernels.scores(
                 self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
@@ -331,7 +333,7 @@ class CpuBackend:
     ) -> NDArray[np.uint8]:
         """The n rows from slot `first` on, `[n, num_kv_heads, row_bytes]`."""
         f = format_of(fmt)
-        rows = _output(out, tiles.rows_shape(buffer, n), np.uint8, "unpack")
+        rows = _output(out, tiles.rows_shape(buffer, n), np.uint8, "unpack", buffer)
         tiles.check(f, side, rows, buffer, first, "unpack")
         _kernels.unpack(default_threads(), f.name, side, buffer, first, rows)
         return rows
@@ -399,7 +401,9 @@ class CpuBackend:
             if reason:
                 raise RequestError(reason)
         n_q, n_kv = queries.shape[0], keys.shape[0]
-        result = _output(out, (n_q, queries.shape[1], dim_v), np.float32, "attention")
+        held = (keys.buffer, values.buffer) if tiled else (keys, values)
+        shape = (n_q, queries.shape[1], dim_v)
+        result = _output(out, shape, np.float32, "attention", queries, *held, added)
         # NaN shows what a kernel does not write.
         lse = np.full((n_q, queries.shape[1]), np.nan, np.float32) if return_lse else None
         if not np.isfinite(queries).all():
@@ -473,10 +477,13 @@ def _array(x: Any, what: str) -> NDArray[Any]:
             raise RequestError(f"{what}: {error}") from error
     if x.device.type != "cpu" or str(x.layout) != "torch.strided":
         raise RequestError(f"{what} is {x.layout} on {x.device}; needs a dense CPU tensor")
-    tensor = x.detach()
+    tensor = x.detach().resolve_neg()
     if tensor.is_floating_point():
         tensor = tensor.float()  # NumPy has no bfloat16; float32 is not copied
-    return tensor.numpy()  # type: ignore[no-any-return]
+    try:
+        return tensor.numpy()  # type: ignore[no-any-return]
+    except (TypeError, RuntimeError) as error:  # a quantized tensor, or a conjugate
+        raise RequestError(f"{what}: {tensor.dtype} does not become an array: {error}") from error
 
 
 def _floats(x: Any, what: str) -> NDArray[np.float32]:
@@ -497,17 +504,25 @@ def _bytes(x: Any, what: str) -> NDArray[np.uint8]:
 
 
 def _output(
-    out: NDArray[Any] | None, shape: tuple[int, ...], dtype: type[np.generic], what: str
+    out: NDArray[Any] | None,
+    shape: tuple[int, ...],
+    dtype: type[np.generic],
+    what: str,
+    *read: NDArray[Any] | None,
 ) -> NDArray[Any]:
-    """`out` if the kernels can write the result into it, or a new array."""
+    """`out` if the kernels can write the result into it while they read arrays, or a new array."""
     if out is None:
         return np.empty(shape, dtype)
+    if not isinstance(out, np.ndarray):
+        raise RequestError(f"{what}: out is a {type(out).__name__}, needs a NumPy array")
     if out.shape != shape or out.dtype != dtype:
         raise RequestError(
             f"{what}: out is {out.dtype} {out.shape}, needs {np.dtype(dtype)} {shape}"
         )
     if not out.flags.c_contiguous or not out.flags.writeable:
         raise RequestError(f"{what}: out must be contiguous and writable")
+    if any(x is not None and np.may_share_memory(out, x) for x in read):
+        raise RequestError(f"{what}: out overlaps what is read; give it memory of its own")
     return out
 
 
@@ -529,9 +544,12 @@ def _like(q: Any, out: NDArray[np.float32]) -> Any:
 def _threads(threads: int | None) -> int:
     if threads is None:
         return default_threads()
-    if not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
-        raise RequestError(f"attention: threads {threads!r} is not from 1 to {MAX_THREADS}")
-    return threads
+    whole = isinstance(threads, (int, np.integer)) and not isinstance(threads, bool)
+    if not whole or not 1 <= threads <= MAX_THREADS:
+        raise RequestError(
+            f"attention: threads {threads!r} is not a whole number from 1 to {MAX_THREADS}"
+        )
+    return int(threads)
 
 
 def _no_scale(f: Format, scale: Any) -> bool:

@@ -259,9 +259,10 @@ def check_attention(
         raise RequestError(f"attention: position {position!r} is not a whole number")
     if window is not None and not (_whole(window) and window >= 1):  # type: ignore[operator]
         raise RequestError(f"attention: window {window!r} is not a positive whole number")
-    number = isinstance(scale, (int, float, np.number)) and np.isrealobj(scale)
+    plain = scale.item() if isinstance(scale, np.generic) else scale  # in no narrower type
+    number = isinstance(plain, (int, float, np.longdouble))
     # Kernels take it in float32.
-    if scale is not None and not (number and abs(scale) <= _F32_MAX):  # type: ignore[arg-type]
+    if scale is not None and not (number and abs(plain) <= _F32_MAX):  # type: ignore[arg-type]
         raise RequestError(f"attention: scale {scale!r} is not a finite number")
 
 
