@@ -81,6 +81,7 @@ CHECKS = (
 IN_TILES = "tiles"  # the variant that holds a cache in tiles, whatever the backend does by itself
 # What not every machine can run: NOT_RUN unless asked for by name leaves the outcome as it is.
 OPTIONAL = ("captured", "shipped")
+DEVICES = ("cuda",)  # backends of devices that a machine may lack: likewise
 
 
 def checks_of(fmt: Format) -> tuple[str, ...]:
@@ -402,6 +403,8 @@ def _judge(plan: Plan, backend: Backend, environment: Environment) -> Evidence:
         ):
             op = {"dot": "decode", "pack": "encode"}.get(one.op, one.op)
             refused = backend.refuses("encode", fmt, width) or backend.refuses(op, fmt, width)
+            if refused is None and one.op == "pack" and not backend.arrangement.fits(fmt, width):
+                refused = f"{fmt.name}: backend {backend.name} holds no head_dim {width} in tiles"
             if refused:
                 return _record(
                     subject, Outcome.REFUSED, refused, environment, backend.digest(), started
@@ -411,7 +414,8 @@ def _judge(plan: Plan, backend: Backend, environment: Environment) -> Evidence:
     )
     look: Callable[..., Examination] = examine
     if plan.variant == IN_TILES:
-        backend = Broken(backend, arranges=tiles.fit)  # sound, only told where to keep rows
+        # Sound, only told where to keep rows.
+        backend = Broken(backend, arranges=backend.arrangement.fit)
     if plan.check == "cache":
         look = routes.examine_cache
     elif plan.check == "conditioned":
@@ -576,7 +580,8 @@ def verify_evidence(
     rows = list(all_formats())
     if formats is not None:
         rows = [format_named(f) for f in dict.fromkeys(formats)]
-    named = backend_registry.names() if backends in ("all", ["all"], ("all",)) else backends
+    all_names = backend_registry.names()
+    named = all_names if backends in ("all", ["all"], ("all",)) else backends
     names = [named] if isinstance(named, str) else list(dict.fromkeys(named))
     found: dict[str, Backend] = {}
     absent: dict[str, str] = {}
@@ -595,7 +600,11 @@ def verify_evidence(
     for name in names:
         if name in absent:
             own = [check for check in wanted if check != "self_test"]
-            done += [_not_run({"check": c, "backend": name}, absent[name]) for c in own]
+            required = int(name not in DEVICES or named is not all_names)
+            done += [
+                _not_run({"check": c, "backend": name, "required": required}, absent[name])
+                for c in own
+            ]
             continue
         backend = found[name]
         environment = _here(backend)
@@ -957,6 +966,12 @@ def _mutant_records(
     return mutant_evidence(backend, rows, say)
 
 
+def _refused(backend: Backend, shown: Iterable[str], head_dim: int) -> bool:
+    """Whether a backend lacks what breaking a kernel of these formats needs."""
+    ops = ("encode", "decode", "attention")
+    return any(backend.refuses(op, format_named(f), head_dim) for f in shown for op in ops)
+
+
 def mutant_evidence(
     backend: Backend, rows: Sequence[Format] | None = None, progress: Progress | None = None
 ) -> list[Evidence]:
@@ -964,7 +979,8 @@ def mutant_evidence(
     names = {f.name for f in rows} if rows is not None else {f.name for f in all_formats()}
     environment, records = _here(backend), []
     for mutant in MUTANTS:
-        if not {mutant.case.key, mutant.case.value or mutant.case.key} <= names:
+        shown = {mutant.case.key, mutant.case.value or mutant.case.key}
+        if not shown <= names or _refused(backend, shown, mutant.case.head_dim):
             continue
         if progress:
             progress(f"{backend.name}: mutants {mutant.name} {mutant.case.key}")

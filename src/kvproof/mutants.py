@@ -866,7 +866,7 @@ def over_tiles(spoil: Callable[[tiles.Tiles], tiles.Tiles]) -> Build:
             k, v = (spoil(x) if isinstance(x, tiles.Tiles) else x for x in (k, v))
             return inner.attention(q, k, v, **given)
 
-        return Broken(inner, attention=attention, arranges=tiles.fit)
+        return Broken(inner, attention=attention, arranges=inner.arrangement.fit)
 
     return build
 
@@ -993,7 +993,7 @@ def _reads_a_stale_slot(inner: Backend) -> Broken:
             given["position"] = len(k) - 1 - len(q)
         return inner.attention(q, k, v, **given)
 
-    return Broken(inner, attention=attention, arranges=tiles.fit)
+    return Broken(inner, attention=attention, arranges=inner.arrangement.fit)
 
 
 # ---- caches ------------------------------------------------------------------------------------
@@ -1003,7 +1003,7 @@ def caches(spoil: Callable[[LayerCache], None], *, tiled: bool = False) -> Build
     """Spoil the layers of a cache that runs on the backend; `tiled`: one that is held in tiles."""
 
     def build(inner: Backend) -> Broken:
-        held = {"arranges": tiles.fit} if tiled else {}
+        held = {"arranges": inner.arrangement.fit} if tiled else {}
 
         def make_cache(*args: Any, **options: Any) -> KVCache:
             cache = KVCache(*args, **options)

@@ -1230,7 +1230,7 @@ def _round_trip(
     count = (at + n) // tiles.TOKENS + 2
     others = np.resize(_other_codes(fmt, rows[::-1]), (count * tiles.TOKENS, heads, size))
     full: NDArray[np.uint8] = np.zeros((heads, count, tiles.TOKENS * size), np.uint8)
-    tiles.pack(fmt, side, others, full, 0)
+    backend.arrangement.pack(fmt, side, others, full, 0)
 
     def filled() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """(memory with guards around the tiles of every head, those tiles)."""
@@ -1240,7 +1240,7 @@ def _round_trip(
         return memory, buffer
 
     want = full.copy()
-    tiles.pack(fmt, side, rows, want, at)
+    backend.arrangement.pack(fmt, side, rows, want, at)
     memory, got = filled()
     single_memory, single = filled()
     exam.expected += want.size

@@ -97,7 +97,7 @@ def test_bad_requests_are_one_line_and_exit_2(kv, model, arguments, says) -> Non
 def test_missing_backends_exit_3_with_the_reason(kv, model) -> None:  # type: ignore[no-untyped-def]
     code, out, err = kv("run", model, "-p", "x", "--backend", "cuda")
     assert (code, out) == (3, "")
-    assert "not in this version" in err and len(err.strip().splitlines()) == 1
+    assert "backend cuda: " in err and len(err.strip().splitlines()) == 1
 
 
 def test_inspect_json_has_the_promised_fields(kv, model) -> None:  # type: ignore[no-untyped-def]

@@ -7,6 +7,7 @@ backend can do follows from the kernels that it has (`refuses`), never from a se
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ OPS = ("encode", "decode", "scores", "attention")
 _MODULES: dict[str, str | None] = {
     "reference": "kvproof.backends.reference:ReferenceBackend",
     "cpu": "kvproof.backends.cpu:CpuBackend",
-    "cuda": None,
+    "cuda": "kvproof.backends.cuda:CudaBackend",
     "vulkan": None,
     "metal": None,
 }
@@ -84,6 +85,9 @@ class Backend(Protocol):
     """What every backend offers; docs/architecture.md states shapes and dtypes."""
 
     name: str
+    # `pack`, `unpack`, `fits` and `fit` in NumPy: what its tiles are held to (backends/tiles.py is
+    # one).
+    arrangement: ModuleType
 
     def environment(self) -> dict[str, Any]:
         """Device, ISA, threads and versions."""
@@ -107,7 +111,7 @@ class Backend(Protocol):
         """Plain dot products of queries with encoded keys, `[n_q, num_heads, n_kv]`."""
 
     def arranges(self, key: Format, value: Format, head_dim_k: int, head_dim_v: int) -> bool:
-        """Whether caches of such keys and values are held in tiles (backends/tiles.py)."""
+        """Whether caches of such keys and values are held in tiles (`arrangement`)."""
 
     def pack(self, fmt: Format, side: str, rows: Any, buffer: NDArray[np.uint8], at: int) -> None:
         """Write rows uint8 `[n, num_kv_heads, row_bytes]` to the slots from `at` on of a buffer

@@ -13,6 +13,7 @@ import os
 import platform
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,7 @@ class CpuBackend:
     """Native kernels on the CPU (see docs/architecture.md for shapes and dtypes)."""
 
     name = "cpu"
+    arrangement: ModuleType = tiles
 
     def __init__(self, isa: str | None = None, *, tiles: bool | None = None) -> None:
         """Use `isa`, or what `chosen_isa` says. `tiles`: whether caches hold rows in tiles where

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class ReferenceBackend:
     """Float64 attention on decoded rows, in the stored (rotated) domain."""
 
     name = "reference"
+    arrangement: ModuleType = tiles
 
     def __init__(self, *, tiles: bool = False) -> None:
         """`tiles`: whether caches hold rows in tiles where they can."""

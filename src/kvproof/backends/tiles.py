@@ -73,7 +73,7 @@ class Tiles:
 
     format: Format
     side: str
-    buffer: Bytes  # [num_kv_heads, tiles, 64 * row_bytes]
+    buffer: Bytes  # [num_kv_heads, tiles, 64 * row_bytes], or a tensor of a backend's device
     first: int
     n: int
 
@@ -81,7 +81,7 @@ class Tiles:
 
     def __post_init__(self) -> None:
         buffer = self.buffer
-        if buffer.dtype != np.uint8 or buffer.ndim != 3:
+        if str(buffer.dtype) not in ("uint8", "torch.uint8") or buffer.ndim != 3:
             raise RequestError(
                 f"tiles: buffer must be uint8 of three axes, got {buffer.dtype} {buffer.shape}"
             )
