@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test lint format bench wheel setup models clean
+.PHONY: demo test lint format bench bench-cuda wheel setup models clean
 
 demo: setup
 	$(BIN)/kvproof decide $(MODEL) --budget $(BUDGET) --out $(OUT)
@@ -53,6 +53,10 @@ bench: setup
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/prefill.py
 	$(BIN)/python benchmarks/startup.py
+
+# On a machine with an NVIDIA GPU, whose torch has CUDA.
+bench-cuda: setup
+	$(BIN)/python benchmarks/attention_cuda.py
 
 # A wheel, installed into an empty environment and used there.
 wheel: setup
