@@ -69,7 +69,7 @@ KeyType = Annotated[
 ValueType = Annotated[
     str | None, typer.Option("--cache-type-v", help="Format of the cached values; default f16.")
 ]
-BackendName = Annotated[str, typer.Option("--backend", help="cpu or reference.")]
+BackendName = Annotated[str, typer.Option("--backend", help="cpu, cuda or reference.")]
 ConditionerFile = Annotated[
     Path | None,
     typer.Option("--conditioner", help="What `kvproof calibrate` wrote: condition the keys."),
@@ -643,7 +643,8 @@ def doctor(json_: Json = False) -> None:
         env = row["environment"]
         _say(
             f"{row['backend']}: {env['device']}, instruction set {env['isa']}, "
-            f"threads {env['threads']}, kernels {row['digest'][:12]}"
+            + (f"threads {env['threads']}, " if env["threads"] else "")
+            + f"kernels {row['digest'][:12]}"
         )
     in_use = [r["environment"]["isa"] for r in rows if r["backend"] == "cpu" and r["available"]]
     _say("instruction sets, slowest first (KVPROOF_CPU_ISA=NAME takes another than the best):")
