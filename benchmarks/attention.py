@@ -28,6 +28,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ LENGTHS = (1024, 4096, 16384, 65536, 131072)
 REST = 0.01  # seconds
 CALLS = 5  # of a visit
 Run = Callable[[], object]
+
+
+def shapes_of(text: str, parts: str) -> list[tuple[int, ...]]:
+    """Shapes apart by semicolons, each of as many positive numbers as `parts` names."""
+    count, found = len(parts.split(",")), []
+    for shape in text.split(";"):
+        numbers = shape.split(",")
+        if len(numbers) != count or not all(
+            n.isascii() and n.isdigit() and int(n) for n in numbers
+        ):
+            raise SystemExit(f"--shapes: {shape!r} is not {parts}, all positive whole numbers")
+        found.append(tuple(map(int, numbers)))
+    return found
 
 
 def gaussian(seed: int, *shape: int) -> np.ndarray:
@@ -313,7 +327,10 @@ def record(be: CpuBackend, row: dict[str, Any], environment: dict[str, Any]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", help="heads,kv_heads,head_dim,tokens;...")
+    parts = "heads,kv_heads,head_dim,tokens"
+    parser.add_argument(
+        "--shapes", type=partial(shapes_of, parts=parts), default=DECODE, help=f"{parts};..."
+    )
     parser.add_argument("--formats", help="formats, or pairs KEYS/VALUES; default: see above")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--rounds", type=int, default=15, help="3 or more")
@@ -324,6 +341,8 @@ def main() -> None:
     parser.add_argument("--json", help="write all rows here")
     parser.add_argument("--evidence", help="add all rows to this evidence file (JSON Lines)")
     args = parser.parse_args()
+    if args.threads < 1:
+        parser.error(f"--threads: {args.threads} is not positive")
     if args.rounds < 3:
         parser.error("--rounds: an interval needs at least 3")
 
@@ -347,8 +366,9 @@ def main() -> None:
         if args.evidence:
             evidence.Store(args.evidence).append(*(record(be, row, environment) for row in table))
 
-    for text in (args.shapes or DECODE).split(";"):
-        heads, kv_heads, dim, n = (int(part) for part in text.split(","))
+    for heads, kv_heads, dim, n in shapes_of(
+        args.shapes or DECODE, "heads,kv_heads,head_dim,tokens"
+    ):
         for name in names:
             why = why_not(be, name, dim)
             if why:

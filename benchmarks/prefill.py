@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from attention import (
     gaussian,
     held,
     pair_of,
+    shapes_of,
     timed,
     why_not,
 )
@@ -172,7 +174,10 @@ def record(be: CpuBackend, row: dict[str, Any]) -> Evidence:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default=SHAPES, help="heads,kv_heads,head_dim;...")
+    parts = "heads,kv_heads,head_dim"
+    parser.add_argument(
+        "--shapes", type=partial(shapes_of, parts=parts), default=SHAPES, help=f"{parts};..."
+    )
     parser.add_argument("--depths", default=DEPTHS, help="cached tokens before the prompt,...")
     parser.add_argument("--queries", type=int, default=512)
     parser.add_argument("--formats", help="formats, or pairs KEYS/VALUES")
@@ -181,6 +186,8 @@ def main() -> None:
     parser.add_argument("--json", help="write all rows here")
     parser.add_argument("--evidence", help="add all rows to this evidence file (JSON Lines)")
     args = parser.parse_args()
+    if args.threads < 1:
+        parser.error(f"--threads: {args.threads} is not positive")
     if args.rounds < 3:
         parser.error("--rounds: an interval needs at least 3")
 
@@ -197,8 +204,7 @@ def main() -> None:
     names = ["f16", *(name for name in names if name != "f16")]
     rows: list[dict[str, Any]] = []
     print(LEGEND)
-    for text in args.shapes.split(";"):
-        heads, kv_heads, dim = (int(part) for part in text.split(","))
+    for heads, kv_heads, dim in args.shapes:
         for depth in (int(part) for part in args.depths.split(",")):
             table = measure(be, (heads, kv_heads, dim), names, depth, args.queries, args.rounds)
             show(table)
