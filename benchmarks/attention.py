@@ -62,10 +62,9 @@ def shapes_of(text: str, parts: str) -> list[tuple[int, ...]]:
     count, found = len(parts.split(",")), []
     for shape in text.split(";"):
         numbers = shape.split(",")
-        if len(numbers) != count or not all(
-            n.isascii() and n.isdigit() and int(n) for n in numbers
-        ):
-            raise SystemExit(f"--shapes: {shape!r} is not {parts}, all positive whole numbers")
+        positive = all(n.isascii() and n.isdigit() and int(n) for n in numbers)
+        if len(numbers) != count or not positive:
+            raise argparse.ArgumentTypeError(f"{shape!r} is not {parts}, all positive numbers")
         found.append(tuple(map(int, numbers)))
     return found
 
@@ -366,9 +365,7 @@ def main() -> None:
         if args.evidence:
             evidence.Store(args.evidence).append(*(record(be, row, environment) for row in table))
 
-    for heads, kv_heads, dim, n in shapes_of(
-        args.shapes or DECODE, "heads,kv_heads,head_dim,tokens"
-    ):
+    for heads, kv_heads, dim, n in args.shapes:
         for name in names:
             why = why_not(be, name, dim)
             if why:
