@@ -580,8 +580,8 @@ def verify_evidence(
     rows = list(all_formats())
     if formats is not None:
         rows = [format_named(f) for f in dict.fromkeys(formats)]
-    all_names = backend_registry.names()
-    named = all_names if backends in ("all", ["all"], ("all",)) else backends
+    everything = backends in ("all", ["all"], ("all",))
+    named = backend_registry.names() if everything else backends
     names = [named] if isinstance(named, str) else list(dict.fromkeys(named))
     found: dict[str, Backend] = {}
     absent: dict[str, str] = {}
@@ -600,7 +600,7 @@ def verify_evidence(
     for name in names:
         if name in absent:
             own = [check for check in wanted if check != "self_test"]
-            required = int(name not in DEVICES or named is not all_names)
+            required = int(name not in DEVICES or not everything)
             done += [
                 _not_run({"check": c, "backend": name, "required": required}, absent[name])
                 for c in own

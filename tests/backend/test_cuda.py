@@ -184,7 +184,7 @@ def test_kernels_read_from_tiles_what_the_format_decodes(fmt, side):
     layout.pack(fmt, side, rows, buffer, 0)
     code = codes.code(fmt, side)
     stored = fmt.decode_rotated(rows)[:, 0]
-    _, scale = tiles._split(fmt, rows)
+    _, scale = tiles.split(fmt, rows)
     held = np.repeat(scale[:, 0].astype(np.float64), n // scale.shape[2], axis=1)
     token, dim = layout._items(side, n)
     size = 128 * code.bits

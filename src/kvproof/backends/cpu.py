@@ -25,13 +25,16 @@ from kvproof.backends.reference import (
     check_attention,
     check_offsets,
     check_shapes,
+    head_scales,
+    row_scales,
     source_digest,
     spans,
+    whole,
 )
 from kvproof.errors import Refused, RequestError
 from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_of
-from kvproof.formats.base import cuts_below, scales
+from kvproof.formats.base import cuts_below
 from kvproof.formats.polar import CENTROIDS, CUTS, RESIDUAL_SIGNS
 from kvproof.formats.row import EFFORTS, STARTS, search_of
 from kvproof.formats.tcq import CODES, UNIT_CUTS, UNITS
@@ -233,7 +236,7 @@ class CpuBackend:
         n = values.shape[-1]
         self._check("encode", f, n)
         rows = np.ascontiguousarray(values).reshape(-1, n)
-        row_scale = _row_scales(f, scale, values.shape[:-1])
+        row_scale = row_scales(f, _scale(f, scale), values.shape[:-1])
         width = f.row_bytes(n)
         result = _output(out, (*values.shape[:-1], width), np.uint8, f"{f.name}: encode", values)
         threads = 1 if len(rows) <= _SERIAL_ROWS else default_threads()
@@ -260,7 +263,7 @@ class CpuBackend:
         n = f.row_values(raw.shape[-1])
         self._check("decode", f, n)
         rows = np.ascontiguousarray(raw).reshape(-1, raw.shape[-1])
-        row_scale = _row_scales(f, scale, raw.shape[:-1])
+        row_scale = row_scales(f, _scale(f, scale), raw.shape[:-1])
         result = _output(out, (*raw.shape[:-1], n), np.float32, f"{f.name}: decode", raw)
         bad = _kernels.decode(
             self.isa, default_threads(), _handle(f), rows, n, row_scale, result.reshape(-1, n)
@@ -297,7 +300,7 @@ class CpuBackend:
         if result.size:
             bad = _kernels.scores(
                 self.isa, _threads(threads), _last_contiguous(queries), _last_contiguous(keys),
-                _handle(f), _head_scales(f, scale, keys.shape[1], "scale"), result,
+                _handle(f), head_scales(f, _scale(f, scale), keys.shape[1], "scale"), result,
             )  # fmt: skip
             _refuse_bad_row(bad, f, "keys")
         return _like(q, result)
@@ -419,8 +422,8 @@ class CpuBackend:
             factor = queries.shape[2] ** -0.5 if scale is None else float(scale)
             pages = None if added is None else _last_contiguous(added)
             of_heads = (
-                _head_scales(fk, k_scale, keys.shape[1], "k_scale"),
-                _head_scales(fv, v_scale, keys.shape[1], "v_scale"),
+                head_scales(fk, _scale(fk, k_scale), keys.shape[1], "k_scale"),
+                head_scales(fv, _scale(fv, v_scale), keys.shape[1], "v_scale"),
             )
             if tiled:
                 side, bad = _kernels.attention_tiles(
@@ -546,55 +549,15 @@ def _like(q: Any, out: NDArray[np.float32]) -> Any:
 def _threads(threads: int | None) -> int:
     if threads is None:
         return default_threads()
-    whole = isinstance(threads, (int, np.integer)) and not isinstance(threads, bool)
-    if not whole or not 1 <= threads <= MAX_THREADS:
+    if not whole(threads) or not 1 <= threads <= MAX_THREADS:
         raise RequestError(
             f"attention: threads {threads!r} is not a whole number from 1 to {MAX_THREADS}"
         )
     return int(threads)
 
 
-def _no_scale(f: Format, scale: Any) -> bool:
-    """True if there is no scale to pass on; RequestError if the format takes none."""
-    if scale is None:
-        return True
-    if f.scaled:
-        return False
-    values = scales(scale, f.name)
-    if values.size != 1 or float(values.reshape(-1)[0]) != 1.0:
-        raise RequestError(f"{f.name}: takes no scale (its scales are in its blocks)")
-    return True
-
-
-def _row_scales(f: Format, scale: Any, lead: tuple[int, ...]) -> NDArray[np.float32] | None:
-    """One float32 scale per row, or None."""
-    if _no_scale(f, scale):
-        return None
-    factor = scales(_array(scale, f"{f.name}: scale"), f.name)
-    try:
-        rows = np.broadcast_to(factor, lead)
-    except ValueError:
-        raise RequestError(
-            f"{f.name}: scale of shape {factor.shape} does not fit rows of shape {lead}"
-        ) from None
-    _check_scales(f, factor)
-    return np.ascontiguousarray(rows).reshape(-1)
-
-
-def _head_scales(f: Format, scale: Any, heads: int, what: str) -> NDArray[np.float32] | None:
-    """One float32 scale per KV head, or None."""
-    if _no_scale(f, scale):
-        return None
-    factor = scales(_array(scale, f"{f.name}: scale"), f.name)
-    if factor.shape not in ((), (1,), (heads,)):
-        raise RequestError(f"{f.name}: {what} has shape {factor.shape}, needs ({heads},)")
-    _check_scales(f, factor)
-    return np.ascontiguousarray(np.broadcast_to(factor, (heads,)))
-
-
-def _check_scales(f: Format, factor: NDArray[np.float32]) -> None:
-    if not (np.isfinite(factor) & (factor > 0)).all():
-        raise RequestError(f"{f.name}: scales must be positive and finite")
+def _scale(f: Format, scale: Any) -> NDArray[Any] | None:
+    return None if scale is None else _array(scale, f"{f.name}: scale")
 
 
 def _refuse_bad_row(row: int, f: Format, side: str) -> None:

@@ -19,7 +19,7 @@ from kvproof import rotation
 from kvproof.backends import tiles
 from kvproof.errors import RequestError
 from kvproof.formats import Format
-from kvproof.formats.base import as_float32
+from kvproof.formats.base import as_float32, scales
 
 
 class ReferenceBackend:
@@ -257,9 +257,9 @@ def check_attention(
         )
     if position is None and len(q) > len(keys):
         raise RequestError(f"attention: {len(q)} queries but only {len(keys)} cached tokens")
-    if position is not None and not _whole(position):
+    if position is not None and not whole(position):
         raise RequestError(f"attention: position {position!r} is not a whole number")
-    if window is not None and not (_whole(window) and window >= 1):  # type: ignore[operator]
+    if window is not None and not (whole(window) and window >= 1):  # type: ignore[operator]
         raise RequestError(f"attention: window {window!r} is not a positive whole number")
     plain = scale.item() if isinstance(scale, np.generic) else scale  # in no narrower type
     number = isinstance(plain, (int, float, np.longdouble))
@@ -279,7 +279,7 @@ def check_offsets(
 
     RequestError naming what does not fit in the page offsets of a call of attention.
     """
-    if not (_whole(phase) and 0 <= phase <= LARGEST_PAGE):
+    if not (whole(phase) and 0 <= phase <= LARGEST_PAGE):
         raise RequestError(f"attention: phase {phase!r} is not from 0 to {LARGEST_PAGE}")
     if offsets is None:
         if page is not None or phase:
@@ -287,7 +287,7 @@ def check_offsets(
         return 1, 0
     if page is None:
         raise RequestError("attention: offsets need page, the number of rows that share one")
-    if not (_whole(page) and 1 <= page <= LARGEST_PAGE):
+    if not (whole(page) and 1 <= page <= LARGEST_PAGE):
         raise RequestError(f"attention: page {page!r} is not from 1 to {LARGEST_PAGE}")
     page, phase = int(page), int(phase)
     pages = -(-(phase + n_kv) // page) if n_kv else 0
@@ -301,8 +301,52 @@ def check_offsets(
     return page, phase
 
 
-def _whole(number: object) -> bool:
+def whole(number: object) -> bool:
+    """Whether it is a whole number of Python or NumPy, which True and False are not here."""
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+
+
+def row_scales(f: Format, scale: Any, lead: tuple[int, ...]) -> NDArray[np.float32] | None:
+    """One float32 scale for each row of arrays `[*lead, ...]`, `[rows]`, from an array of the host;
+    None where there is none to pass on. RequestError if they do not fit or are not legal."""
+    factor = _scales_of(f, scale)
+    if factor is None:
+        return None
+    try:
+        rows = np.broadcast_to(factor, lead)
+    except ValueError:
+        raise RequestError(
+            f"{f.name}: scale of shape {factor.shape} does not fit rows of shape {lead}"
+        ) from None
+    _check_scales(f, factor)
+    return np.ascontiguousarray(rows).reshape(-1)
+
+
+def head_scales(f: Format, scale: Any, heads: int, what: str) -> NDArray[np.float32] | None:
+    """`row_scales`, one for each KV head; `what` names the argument."""
+    factor = _scales_of(f, scale)
+    if factor is None:
+        return None
+    if factor.shape not in ((), (1,), (heads,)):
+        raise RequestError(f"{f.name}: {what} has shape {factor.shape}, needs ({heads},)")
+    _check_scales(f, factor)
+    return np.ascontiguousarray(np.broadcast_to(factor, (heads,)))
+
+
+def _scales_of(f: Format, scale: Any) -> NDArray[np.float32] | None:
+    if scale is None:
+        return None
+    factor: NDArray[np.float32] = scales(scale, f.name)
+    if f.scaled:
+        return factor
+    if factor.size != 1 or float(factor.reshape(-1)[0]) != 1.0:
+        raise RequestError(f"{f.name}: takes no scale (its scales are in its blocks)")
+    return None
+
+
+def _check_scales(f: Format, factor: NDArray[np.float32]) -> None:
+    if not (np.isfinite(factor) & (factor > 0)).all():
+        raise RequestError(f"{f.name}: scales must be positive and finite")
 
 
 def source_digest() -> str:

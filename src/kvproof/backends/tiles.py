@@ -170,11 +170,9 @@ def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
     check(fmt, side, rows, buffer, at)
     if not len(rows):
         return
-    codes, scales = _split(fmt, rows)
-    bad = ~np.isfinite(scales).all(axis=-1).reshape(-1)
-    if bad.any():
-        raise bad_row(fmt, side, int(np.argmax(bad)))
-    for tile, slots, these in _by_tile(at, len(rows)):
+    codes, scales = split(fmt, rows)
+    refuse_infinite(fmt, side, scales)
+    for tile, slots, these in by_tile(at, len(rows)):
         for bits, low, byte, shift in _places(fmt, side, codes.shape[-1]):
             mask = (1 << bits) - 1
             for up in range(0, 8, bits):  # codes of one shift have bytes of their own
@@ -191,7 +189,7 @@ def unpack(fmt: Format, side: str, buffer: Bytes, first: int, n: int) -> Bytes:
     """The n rows from slot `first` on, uint8 `[n, num_kv_heads, row_bytes]`: inverse of `pack`."""
     rows: Bytes = np.empty(rows_shape(buffer, n), np.uint8)
     check(fmt, side, rows, buffer, first)
-    for tile, slots, these in _by_tile(first, n):
+    for tile, slots, these in by_tile(first, n):
         head_dim = fmt.row_values(rows.shape[2])
         codes: Bytes = np.zeros((rows.shape[1], slots.stop - slots.start, head_dim), np.uint8)
         for bits, low, byte, shift in _places(fmt, side, head_dim):
@@ -209,12 +207,19 @@ def rows_shape(buffer: Bytes, n: int) -> tuple[int, int, int]:
     return n, buffer.shape[0], buffer.shape[2] // TOKENS
 
 
+def refuse_infinite(fmt: Format, side: str, scales: Scales) -> None:
+    """RequestError naming the first row of which a scale is not finite; `split` gives scales."""
+    bad = ~np.isfinite(scales).all(axis=-1).reshape(-1)
+    if bad.any():
+        raise bad_row(fmt, side, int(np.argmax(bad)))
+
+
 def bad_row(fmt: Format, side: str, row: int) -> RequestError:
     """What `pack` raises about a row, counted in tokens times KV heads."""
     return RequestError(f"{fmt.name}: row {row} of the {side}s: stored scale is not finite")
 
 
-def _by_tile(at: int, n: int) -> Iterator[tuple[int, slice, slice]]:
+def by_tile(at: int, n: int) -> Iterator[tuple[int, slice, slice]]:
     """(tile, its slots, the rows that go there) for rows 0 to n - 1 in the slots from `at` on."""
     for tile in range(at // TOKENS, -(-(at + n) // TOKENS)):
         start, end = max(at, tile * TOKENS), min(at + n, (tile + 1) * TOKENS)
@@ -302,7 +307,7 @@ _PACKING: dict[tuple[int, bool], tuple[Callable[[Bytes], Bytes], Callable[[Bytes
 }
 
 
-def _split(fmt: Format, rows: Bytes) -> tuple[Bytes, Scales]:
+def split(fmt: Format, rows: Bytes) -> tuple[Bytes, Scales]:
     """Codes uint8 `[n, heads, head_dim]`, those of a trellis in time order, and what is stored for
     scales `[n, heads, scales of a row]`."""
     blocks = np.ascontiguousarray(rows).reshape(-1, fmt.block_bytes or rows.shape[-1])
@@ -326,7 +331,7 @@ def _split(fmt: Format, rows: Bytes) -> tuple[Bytes, Scales]:
 
 
 def _joined(fmt: Format, codes: Bytes, scales: Scales) -> Bytes:
-    """Rows of codes and scales: inverse of `_split`."""
+    """Rows of codes and scales: inverse of `split`."""
     flat = codes.reshape(-1, fmt.block_size or codes.shape[-1])
     if fmt.name == "tbq3_0":
         parts = [pack_stream3(flat)]

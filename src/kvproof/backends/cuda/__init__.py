@@ -15,6 +15,7 @@ import ctypes
 import functools
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -35,13 +36,15 @@ from kvproof.backends.reference import (
     check_attention,
     check_offsets,
     check_shapes,
+    head_scales,
+    row_scales,
     source_digest,
     spans,
+    whole,
 )
 from kvproof.errors import RequestError
 from kvproof.formats import Counters, Format
 from kvproof.formats import get as format_of
-from kvproof.formats.base import scales
 from kvproof.rotation import Rotation
 
 TASKS = 65535  # of a launch of attention.cu: blockIdx.y
@@ -91,6 +94,20 @@ class _Plain(ctypes.Structure):
         ("phase", ctypes.c_int),
         ("n_pages", ctypes.c_int),
     ]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Queries, and what is to be done with them, as both ways of attention take it."""
+
+    q: Any  # float32 [n_q, heads, dim_k]
+    span: tuple[int, int]  # of reference.spans
+    factor: float
+    offsets: Any  # float32 [n_q, heads, pages], or None
+    page: int
+    phase: int
+    out: Any  # float32 [n_q, heads, dim_v]
+    lse: Any  # float32 [n_q, heads], or None
 
 
 def _within_memory(call: _Call) -> _Call:
@@ -188,7 +205,7 @@ class CudaBackend:
         self._refuse("encode", f, n)
         width = f.row_bytes(n)
         flat = values.reshape(-1, n).contiguous()
-        column = self._row_scales(f, scale, tuple(values.shape[:-1]))
+        column = self._column(f, scale, tuple(values.shape[:-1]))
         if column is not None and len(flat):
             self._refuse_infinite(flat, f)
             flat = (flat.float() / column).clamp(-_MOST, _MOST)
@@ -214,7 +231,7 @@ class CudaBackend:
         n = f.row_values(int(raw.shape[-1]))
         self._refuse("decode", f, n)
         lead = tuple(raw.shape[:-1])
-        column = self._row_scales(f, scale, lead)
+        column = self._column(f, scale, lead)
         flat = raw.reshape(-1, raw.shape[-1]).contiguous()
         if not len(flat):
             return self.device.empty((*lead, n), "float32")
@@ -254,10 +271,10 @@ class CudaBackend:
         if not host:
             self._packed(f, side, blocks, self._aligned(target, "pack: buffer"), at, self._looks())
             return
-        start, end = at // tiles.TOKENS, -(-(at + len(blocks)) // tiles.TOKENS)
-        held = self.device.tensor(np.ascontiguousarray(target[:, start:end]))
-        self._packed(f, side, blocks, held, at - start * tiles.TOKENS, True)
-        target[:, start:end] = held.cpu().numpy()
+        held, slot = self._brought(target, at, len(blocks))
+        self._packed(f, side, blocks, held, slot, True)
+        start = at // tiles.TOKENS
+        target[:, start : start + held.shape[1]] = held.cpu().numpy()
 
     def _packed(self, f: Format, side: str, blocks: Any, buffer: Any, at: int, looks: bool) -> None:
         """Launch: rows `[n, heads, row_bytes]` to a buffer of the device."""
@@ -294,9 +311,7 @@ class CudaBackend:
         out = self.device.empty(shape, "uint8")
         self._check_slots(f, side, out, source, first, "unpack")
         if host:
-            start, end = first // tiles.TOKENS, -(-(first + n) // tiles.TOKENS)
-            source = self.device.tensor(np.ascontiguousarray(source[:, start:end]))
-            first -= start * tiles.TOKENS
+            source, first = self._brought(source, first, n)
         if n:
             source = self._aligned(source, "unpack: buffer")
             table = self._table(f, side, shape[2], "unpack")
@@ -307,6 +322,13 @@ class CudaBackend:
             kernel = self.device.kernel("pack.cu", "unpack", {}, THREADS)
             kernel((-(-out.numel() // THREADS), 1, 1), self.device.stream(), argument)
         return self._like(buffer, out)
+
+    def _brought(self, buffer: Any, first: int, n: int) -> tuple[Any, int]:
+        """(copy on the device of the tiles of the host that hold the n slots from `first` on, the
+        slot there that `first` is)."""
+        start, end = first // tiles.TOKENS, -(-(first + n) // tiles.TOKENS)
+        held = self.device.tensor(np.ascontiguousarray(buffer[:, start:end]))
+        return held, first - start * tiles.TOKENS
 
     def _table(self, f: Format, side: str, size: int, op: str) -> Any:
         """Where the bits of a tile lie, as pack.cu takes it."""
@@ -335,7 +357,7 @@ class CudaBackend:
         """RequestError for what does not fit; without a look at the numbers."""
         if str(buffer.dtype) not in ("uint8", "torch.uint8"):
             raise RequestError(f"{what}: buffer must be uint8 of three axes, got {buffer.dtype}")
-        if not isinstance(at, (int, np.integer)) or isinstance(at, bool):
+        if not whole(at):
             raise RequestError(f"{what}: slot {at!r} is not a whole number")
         given, held = (np.broadcast_to(np.uint8(0), tuple(x.shape)) for x in (blocks, buffer))
         tiles.check(f, side, given, held, int(at), what)
@@ -380,7 +402,7 @@ class CudaBackend:
         self._count(n_q * heads * n_kv, "scores: the result")
         out = self.device.empty((n_q, heads, n_kv), "float32")
         if out.numel():
-            factor = self._head_scales(f, scale, kv_heads, "scale")
+            factor = head_scales(f, _scale(scale), kv_heads, "scale")
             decoded = self._decoded(f, keys, factor, "key")
             queries = queries.float().contiguous()
             argument = _Plain(
@@ -442,8 +464,8 @@ class CudaBackend:
                 raise RequestError(reason)
         self._count(n_q * heads * max(dim_k, dim_v), "attention: q")
         factors = (
-            self._head_scales(fk, k_scale, kv_heads, "k_scale"),
-            self._head_scales(fv, v_scale, kv_heads, "v_scale"),
+            head_scales(fk, _scale(k_scale), kv_heads, "k_scale"),
+            head_scales(fv, _scale(v_scale), kv_heads, "v_scale"),
         )
         self._refuse_nan(queries, "attention: q")
         if added is not None:
@@ -455,20 +477,20 @@ class CudaBackend:
             if lse is not None:
                 lse.fill_(-np.inf)
         elif out.numel():
-            seen = spans(n_q, n_kv, causal, window, position)
+            span = spans(n_q, n_kv, causal, window, position)
             factor = dim_k**-0.5 if scale is None else float(scale)
             queries = queries.float().contiguous()
             pages = None
             if added is not None:
                 pages, page, phase = _near(added, n_kv, page, phase)
-            call = (queries, seen, factor, pages, page, phase, out, lse)
+            asked = _Asked(queries, span, factor, pages, page, phase, out, lse)
             crowded = n_q * kv_heads > self.device.processors
             found = self._setting(
                 fk, fv, (dim_k, dim_v), heads // kv_heads, pages is not None, crowded
             )
             if found is not None:
                 sides, first = self._tiles_of(fk, fv, keys, values)
-                self._attend(found, (fk, fv), sides, first, n_kv, *call)
+                self._attend(found, (fk, fv), sides, first, n_kv, asked)
             else:
                 if tiled:
                     keys, values = (
@@ -481,7 +503,7 @@ class CudaBackend:
                         (fk, fv), (keys, values), factors, tiles.SIDES, strict=True
                     )
                 ]
-                self._attend_plain(decoded, *call)
+                self._attend_plain(decoded, asked)
         results = (self._like(q, out), None if lse is None else self._like(q, lse))
         return results if return_lse else results[0]
 
@@ -521,10 +543,7 @@ class CudaBackend:
             else:
                 buffer, first = x.buffer, x.first
                 if on_host(buffer):
-                    start, end = first // tiles.TOKENS, -(-(first + x.n) // tiles.TOKENS)
-                    held = host_array(buffer, "tiles")[:, start:end]
-                    buffer = self.device.tensor(np.ascontiguousarray(held))
-                    first -= start * tiles.TOKENS
+                    buffer, first = self._brought(host_array(buffer, "tiles"), first, x.n)
                 buffer = self._aligned(buffer, f"attention: buffer of {side}s")
             sides.append(buffer)
         return sides, first
@@ -536,16 +555,10 @@ class CudaBackend:
         buffers: list[Any],
         first: int,
         n_kv: int,
-        q: Any,
-        span: tuple[int, int],
-        factor: float,
-        offsets: Any,
-        page: int,
-        phase: int,
-        out: Any,
-        lse: Any,
+        asked: _Asked,
     ) -> None:
         """Launch attention.cu; every query is a sequence of its own over the same tiles."""
+        q, out, lse, offsets = asked.q, asked.out, asked.lse, asked.offsets
         n_q, heads, _ = q.shape
         kv_heads = int(buffers[0].shape[0])
         group = heads // kv_heads
@@ -556,10 +569,10 @@ class CudaBackend:
         blocks = kernel.blocks_at_once * self.device.processors
         start, length, bounds = 0, 0, None
         if n_q == 1:  # told without work for the device
-            start, length = (first + min(max(s, 0), n_kv) for s in span)
+            start, length = (first + min(max(s, 0), n_kv) for s in asked.span)
             length = max(start, length)
         else:
-            bounds = self._seen(n_q, n_kv, span) + first
+            bounds = self._seen(n_q, n_kv, asked.span) + first
         side = [
             self._side(f, name, buffer)
             for f, name, buffer in zip(pair, tiles.SIDES, buffers, strict=True)
@@ -574,8 +587,9 @@ class CudaBackend:
                 None if lse is None else lse[at:].data_ptr(), *side, None, 0,
                 None if bounds is None else bounds[0, at:].data_ptr(),
                 None if bounds is None else bounds[1, at:].data_ptr(), start, length, kv_heads,
-                group, parts, factor * _LOG2_E,
-                None if offsets is None else offsets[at:].data_ptr(), page, phase - first,
+                group, parts, asked.factor * _LOG2_E,
+                None if offsets is None else offsets[at:].data_ptr(), asked.page,
+                asked.phase - first,
                 0 if offsets is None else offsets.shape[2], scratch.data_ptr(),
                 counters.data_ptr(),
             )  # fmt: skip
@@ -595,27 +609,17 @@ class CudaBackend:
             buffer.data_ptr(), 0, buffer.stride(0), code.table, code.fine_table, code.scale, signs
         )
 
-    def _attend_plain(
-        self,
-        decoded: list[Any],
-        q: Any,
-        span: tuple[int, int],
-        factor: float,
-        offsets: Any,
-        page: int,
-        phase: int,
-        out: Any,
-        lse: Any,
-    ) -> None:
+    def _attend_plain(self, decoded: list[Any], asked: _Asked) -> None:
         keys, values = (x.contiguous() for x in decoded)
-        n_q, heads, dim_k = q.shape
-        seen = self._seen(n_q, keys.shape[0], span)
+        offsets, lse = asked.offsets, asked.lse
+        n_q, heads, dim_k = asked.q.shape
+        seen = self._seen(n_q, keys.shape[0], asked.span)
         argument = _Plain(
-            q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+            asked.q.data_ptr(), keys.data_ptr(), values.data_ptr(), asked.out.data_ptr(),
             None if lse is None else lse.data_ptr(),
             None if offsets is None else offsets.data_ptr(), seen[0].data_ptr(),
             seen[1].data_ptr(), n_q, keys.shape[0], heads, keys.shape[1], dim_k, values.shape[2],
-            factor, page, phase, 0 if offsets is None else offsets.shape[2],
+            asked.factor, asked.page, asked.phase, 0 if offsets is None else offsets.shape[2],
         )  # fmt: skip
         kernel = self.device.kernel("plain.cu", "attend", {}, THREADS)
         kernel((n_q * heads, 1, 1), self.device.stream(), argument)
@@ -687,24 +691,10 @@ class CudaBackend:
             row = int(self.torch.nonzero(~good)[0])
             raise RequestError(f"{f.name}: row {row}: non-finite input")
 
-    def _row_scales(self, f: Format, scale: Any, lead: tuple[int, ...]) -> Any:
-        """Float32 `[rows, 1]` on the device, or None where there is no scale."""
-        factor = _scale_of(f, scale)
-        if factor is None:
-            return None
-        try:
-            wide = np.broadcast_to(factor, lead)
-        except ValueError:
-            raise RequestError(
-                f"{f.name}: scale of shape {factor.shape} does not fit rows of shape {lead}"
-            ) from None
-        return self.device.tensor(np.ascontiguousarray(wide)).reshape(-1, 1)
-
-    def _head_scales(self, f: Format, scale: Any, heads: int, what: str) -> Any:
-        factor = _scale_of(f, scale)
-        if factor is not None and factor.shape not in ((), (1,), (heads,)):
-            raise RequestError(f"{f.name}: {what} has shape {factor.shape}, needs ({heads},)")
-        return factor
+    def _column(self, f: Format, scale: Any, lead: tuple[int, ...]) -> Any:
+        """The scale of every row, float32 `[rows, 1]` on the device; None if there is none."""
+        of_rows = row_scales(f, _scale(scale), lead)
+        return None if of_rows is None else self.device.tensor(of_rows).reshape(-1, 1)
 
     def _like(self, given: Any, out: Any) -> Any:
         """A result where the argument lay."""
@@ -733,20 +723,9 @@ def _near(offsets: Any, n_kv: int, page: int, phase: int) -> tuple[Any, int, int
     return pages.float().contiguous(), page, phase
 
 
-def _scale_of(f: Format, scale: Any) -> Any:
-    """A float32 array of scales, None if there is none; RequestError if the format takes none."""
-    if scale is None:
-        return None
-    if is_tensor(scale):
-        scale = scale.detach().cpu().numpy()
-    factor = scales(scale, f.name)
-    if not f.scaled:
-        if factor.size != 1 or float(factor.reshape(-1)[0]) != 1.0:
-            raise RequestError(f"{f.name}: takes no scale (its scales are in its blocks)")
-        return None
-    if not (np.isfinite(factor) & (factor > 0)).all():
-        raise RequestError(f"{f.name}: scales must be positive and finite")
-    return factor
+def _scale(scale: Any) -> Any:
+    """Scales where the host can look at them."""
+    return scale.detach().cpu().numpy() if is_tensor(scale) else scale
 
 
 @functools.lru_cache(maxsize=1)

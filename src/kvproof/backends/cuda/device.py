@@ -42,7 +42,7 @@ class Device:
 
     def __init__(self, index: int) -> None:
         self.torch = torch_with_cuda()
-        driver = program._bindings("driver")
+        driver = program.bindings("driver")
         self.nvrtc = program.nvrtc_version()
         self.index = index
         self.torch_device = self.torch.device("cuda", index)
@@ -58,14 +58,14 @@ class Device:
             )
         self.architecture = architecture(self.capability)
         self.processors = int(self.properties.multi_processor_count)
-        self.room: int = program._checked(
+        self.room: int = program.checked(
             driver.cuDeviceGetAttribute(
                 driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
                 index,
             ),
             "cuDeviceGetAttribute",
         )
-        self.driver: int = program._checked(driver.cuDriverGetVersion(), "cuDriverGetVersion")
+        self.driver: int = program.checked(driver.cuDriverGetVersion(), "cuDriverGetVersion")
         self._kernels: dict[Any, program.Kernel] = {}
         self._tables: dict[Any, Any] = {}
         self._scratch: dict[int, tuple[Any, Any]] = {}

@@ -58,13 +58,11 @@ def pack(fmt: Format, side: str, rows: Bytes, buffer: Bytes, at: int) -> None:
     tiles.check(fmt, side, rows, buffer, at)
     if not len(rows):
         return
-    _, scales = tiles._split(fmt, rows)
-    bad = ~np.isfinite(scales).all(axis=-1).reshape(-1)
-    if bad.any():
-        raise tiles.bad_row(fmt, side, int(np.argmax(bad)))
+    _, scales = tiles.split(fmt, rows)
+    tiles.refuse_infinite(fmt, side, scales)
     token, bit = tile_bits(fmt, side, fmt.row_values(rows.shape[2]))
     own = np.unpackbits(np.ascontiguousarray(rows), axis=-1, bitorder="little")
-    for tile, slots, these in tiles._by_tile(at, len(rows)):
+    for tile, slots, these in tiles.by_tile(at, len(rows)):
         held = np.unpackbits(buffer[:, tile], axis=-1, bitorder="little")
         new = np.flatnonzero((token >= slots.start) & (token < slots.stop))
         held[:, new] = own[token[new] - slots.start + these.start, :, bit[new]].T
@@ -78,7 +76,7 @@ def unpack(fmt: Format, side: str, buffer: Bytes, first: int, n: int) -> Bytes:
     token, bit = tile_bits(fmt, side, fmt.row_values(rows.shape[2]))
     place = np.empty((TOKENS, 8 * rows.shape[2]), np.int64)
     place[token, bit] = np.arange(len(token))
-    for tile, slots, these in tiles._by_tile(first, n):
+    for tile, slots, these in tiles.by_tile(first, n):
         held = np.unpackbits(buffer[:, tile], axis=-1, bitorder="little")[:, place[slots]]
         rows[these] = np.packbits(held, axis=-1, bitorder="little").swapaxes(0, 1)
     return rows
@@ -105,7 +103,7 @@ def row_bits(fmt: Format, head_dim: int) -> tuple[Indices, Indices]:
     `[scales, 16]`: rows of a single bit are asked what they hold."""
     size = fmt.row_bytes(head_dim)
     single = np.packbits(np.eye(8 * size, dtype=np.uint8), axis=-1, bitorder="little")
-    found_codes, found_scales = tiles._split(fmt, single[:, None])
+    found_codes, found_scales = tiles.split(fmt, single[:, None])
     bits = sum(PLANES[fmt.name])
     of_codes: Indices = np.full((head_dim, bits), -1, np.int64)
     row, dim = np.nonzero(found_codes[:, 0])

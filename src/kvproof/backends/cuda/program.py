@@ -59,7 +59,7 @@ def compiled(
 
     Refused if there is no compiler; its own message if the source does not compile.
     """
-    nvrtc = _bindings("nvrtc")
+    nvrtc = bindings("nvrtc")
     version = nvrtc_version()
     text = source(name)
     options = [
@@ -70,19 +70,19 @@ def compiled(
     path = _cache() / f"{hashlib.sha256(what.encode()).hexdigest()}.cubin"
     if path.is_file():
         return path.read_bytes()
-    program = _checked(
+    program = checked(
         nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []), "nvrtcCreateProgram"
     )
     status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     if int(status[0]):
-        size = _checked(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+        size = checked(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
         log = b" " * size
         nvrtc.nvrtcGetProgramLog(program, log)
         said = log.decode(errors="replace").strip("\0\n ").splitlines()
         first = next((line for line in said if "error" in line), said[0] if said else "no reason")
         raise Refused(f"backend cuda: NVRTC {version} does not compile for {architecture}: {first}")
-    code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
-    _checked(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+    code: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
+    checked(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
     nvrtc.nvrtcDestroyProgram(program)
     with suppress(OSError):  # without a cache it is compiled again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,9 +93,9 @@ def compiled(
 
 def nvrtc_version() -> str:
     """Version of the compiler, as in "13.0"; Refused where there is none."""
-    nvrtc = _bindings("nvrtc")
+    nvrtc = bindings("nvrtc")
     try:
-        version = _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
+        version = checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
     except RuntimeError as error:  # the bindings look for the library at the first call
         raise Refused(
             "backend cuda: NVRTC, the compiler of its kernels, is missing; install kvproof[cuda]"
@@ -127,22 +127,22 @@ class Kernel:
         shared: int,
         options: tuple[str, ...] = (),
     ) -> None:
-        driver = _bindings("driver")
+        driver = bindings("driver")
         code = compiled(name, tuple(sorted(macros.items())), architecture, options)
-        self._module = _checked(driver.cuModuleLoadData(code), "cuModuleLoadData")
-        self._function = _checked(
+        self._module = checked(driver.cuModuleLoadData(code), "cuModuleLoadData")
+        self._function = checked(
             driver.cuModuleGetFunction(self._module, entry.encode()), "cuModuleGetFunction"
         )
         self._launch = driver.cuLaunchKernel
         self.threads, self.shared = threads, shared
         attribute = driver.CUfunction_attribute
-        _checked(
+        checked(
             driver.cuFuncSetAttribute(
                 self._function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared
             ),
             "cuFuncSetAttribute",
         )
-        self.blocks_at_once: int = _checked(
+        self.blocks_at_once: int = checked(
             driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, threads, shared),
             "cuOccupancyMaxActiveBlocksPerMultiprocessor",
         )
@@ -150,7 +150,7 @@ class Kernel:
     def __call__(self, grid: tuple[int, int, int], stream: int, argument: ctypes.Structure) -> None:
         """Launch with one argument, passed by value, on a stream (its handle)."""
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        _checked(
+        checked(
             self._launch(
                 self._function, *grid, self.threads, 1, 1, self.shared, stream,
                 ctypes.addressof(pointers), 0,
@@ -159,7 +159,7 @@ class Kernel:
         )  # fmt: skip
 
 
-def _bindings(part: str) -> Any:
+def bindings(part: str) -> Any:
     """`cuda.bindings.driver` or `.nvrtc`; Refused where they are not installed."""
     try:
         import importlib
@@ -171,7 +171,7 @@ def _bindings(part: str) -> Any:
         ) from error
 
 
-def _checked(result: tuple[Any, ...], call: str) -> Any:
+def checked(result: tuple[Any, ...], call: str) -> Any:
     """What a call of the bindings returned after its status; RequestError with the status."""
     status, *values = result
     if int(status):
